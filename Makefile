@@ -1,0 +1,60 @@
+# `make test` needs Python 3.11 or newer and nothing else: it makes .venv, installs the pinned tools, and runs every
+# check and the default tests. Variables: PYTHON (interpreter for .venv), WORKERS (parallel test processes),
+# PYTEST_ARGS (more arguments for pytest).
+
+PYTHON ?= $(shell for python in python3.11 python3; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+
+# One thread for each test process: torch's own threads would fight the workers for the cores.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := --numprocesses $(WORKERS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help install test lint types unit slow gpu format clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(INSTALLED)  ## Make .venv with everything pinned by constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found; name one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt hatchling editables
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+test: lint types unit  ## Every check and the default tests
+
+lint: $(INSTALLED)  ## Style, formatting and the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(INSTALLED)  ## mypy, strict
+	$(BIN)/mypy
+
+unit: $(INSTALLED)  ## The default tests alone: neither slow nor gpu
+	$(PYTEST) $(PARALLEL) $(PYTEST_ARGS)
+
+# pytest's status 5 means that no test was selected, which is no failure here.
+slow: $(INSTALLED)  ## The slow tests
+	$(PYTEST) $(PARALLEL) -m "slow and not gpu" $(PYTEST_ARGS) || test $$? -eq 5
+
+gpu: $(INSTALLED)  ## The tests that need a CUDA device, slow ones too
+	$(PYTEST) -m gpu $(PYTEST_ARGS)
+
+format: $(INSTALLED)  ## Format and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove .venv, caches and build results
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

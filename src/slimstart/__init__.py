@@ -1,0 +1,2 @@
+"""slimstart"""
+from slimstart.graph import trace

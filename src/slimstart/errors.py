@@ -1,0 +1,27 @@
+"""What can go wrong, by name: one small family, so that a program can catch what it can mend."""
+
+from __future__ import annotations
+
+
+class SlimstartError(Exception):
+    """Base of every error that slimstart raises on purpose."""
+
+
+class TraceError(SlimstartError, RuntimeError):
+    """The network could not be followed, or a narrow network is not what its dense one says it must be."""
+
+
+class BudgetError(SlimstartError, ValueError):
+    """No sub-network meets the budget; the message gives the feasible range."""
+
+
+class OptimizerStateError(SlimstartError, RuntimeError):
+    """An optimizer keeps state that cannot follow the channels; the message names the key."""
+
+
+class CheckpointError(SlimstartError, RuntimeError):
+    """A file or a state dict is truncated, foreign, or belongs to another network."""
+
+
+class NonFiniteLossError(SlimstartError, FloatingPointError):
+    """A loss is NaN or infinite; the message gives the step, and the state is that of the step before."""

@@ -1,0 +1,15 @@
+"""Which tensor dimensions live and die together.
+
+`trace` runs the user's own forward once on example inputs and returns a `ChannelGraph`: plain, picklable data about
+*names* and *units*. Nothing here builds a narrow network (`slimstart.subnet` does) and nothing here knows about
+probabilities (`slimstart.structure` does).
+
+Open `channels.py` first (what a graph is), then `trace.py` (how it is found). On the way: `sizes.py` are integers
+that remember where they come from, `ledger.py` is what one run writes down, `rules/` has one rule per operation, and
+`solve.py` turns the notes into units.
+"""
+
+from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, Selection, Slice
+from slimstart.graph.trace import trace
+
+__all__ = ["ChannelGraph", "ChannelGroup", "Port", "Selection", "Slice", "trace"]

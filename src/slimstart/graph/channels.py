@@ -1,0 +1,190 @@
+"""What a trace finds, as frozen data: units, the slices of every named tensor that they own, and what they cost.
+
+A **unit** is the smallest set of indices that can be removed together; a mask has one entry per unit. An **event** is a
+set of units of which at least one must be kept for a channel to exist: `{u}` for a filter of a plain layer, all the
+writers so far for a channel of a residual stream. An **axis** lists, for every index along one tensor dimension, the
+event on which it depends (-1: always there). Many tensors share an axis: a convolution's filters, its bias, the four
+vectors of the normalisation behind it. `ChannelGraph.select` resolves a mask once per axis; everything that has
+channels (weights, statistics, momentum, averages) is then moved by `Selection.gather` and `Selection.scatter_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from slimstart.costs import CostTable
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One dimension of a named tensor: index i stays if event `axes[axis][i]` happens."""
+
+    dim: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class Port:
+    """Where a layer meets a tensor that carries more channels than the layer has (a residual stream).
+
+    The tensor carries the channels of axis `carried`; the layer reads or writes those of axis `live`. `dim` is the
+    channel dimension, counted from the end.
+    """
+
+    dim: int
+    carried: int
+    live: int
+
+
+@dataclass(frozen=True)
+class ChannelGroup:
+    """Units of which at least one is always kept, because a layer without channels is none.
+
+    Attributes:
+        name: the first layer that writes these channels.
+        units: the range of unit indices.
+        layers: all layers whose filters belong to these units.
+        num_filters: filters of these layers that belong to these units.
+    """
+
+    name: str
+    units: range
+    layers: tuple[str, ...]
+    num_filters: int
+
+
+@dataclass(frozen=True)
+class ChannelGraph:
+    """Which indices of which tensors live and die together; made by `slimstart.trace`.
+
+    Attributes:
+        coupling: "filter" (every filter its own mask) or "stream" (all writers of a stream share one).
+        groups: the channel groups in network order; their units are consecutive.
+        tensors: for every parameter and buffer that can shrink, its slices.
+        axes: for every axis, the event (row of `costs.events`) of each index, -1 where always there.
+        reads, writes: ports of layers on streams, by module name.
+        attributes: integer attributes that count channels, as {(module, attribute): (axis, dense value)}.
+        filters: for every layer with filters, the unit of each (-1: always there).
+        left_whole: {name: reason} for what was not followed or cannot shrink.
+        costs: the cost table.
+        coverage: share of the FLOPs of one forward that belongs to operations that can shrink.
+    """
+
+    coupling: str
+    groups: tuple[ChannelGroup, ...]
+    tensors: Mapping[str, tuple[Slice, ...]]
+    axes: tuple[Tensor, ...]
+    reads: Mapping[str, Port]
+    writes: Mapping[str, Port]
+    attributes: Mapping[tuple[str, str], tuple[int, int]]
+    filters: Mapping[str, Tensor]
+    left_whole: Mapping[str, str]
+    costs: CostTable
+    coverage: float
+
+    @property
+    def num_units(self) -> int:
+        return self.costs.num_units
+
+    def select(self, mask: Tensor) -> Selection:
+        """What stays under a mask; the first unit of a group that the mask empties is kept all the same.
+
+        Args:
+            mask: bool tensor of shape (num_units,).
+        """
+        mask = self.costs.at_least_one(mask.detach().to("cpu", torch.bool))
+        padded = torch.cat([mask, mask.new_zeros(1)])  # the pads of `events` are -1: the last entry
+        happens = padded[self.costs.events].any(dim=1)
+        return Selection(self, mask, torch.cat([happens, happens.new_ones(1)]))
+
+    def __str__(self) -> str:
+        lines = [
+            f"ChannelGraph: {self.num_units} units in {len(self.groups)} groups, coupling={self.coupling!r}, "
+            f"{self.coverage:.1%} of the FLOPs can shrink"
+        ]
+        for group in self.groups:
+            others = f" (+{len(group.layers) - 1} more)" if len(group.layers) > 1 else ""
+            lines.append(
+                f"  {group.name}{others}: units {group.units.start}..{group.units.stop - 1}, {group.num_filters} filters"
+            )
+        if self.left_whole:
+            lines.append("left whole:")
+            lines.extend(f"  {name}: {reason}" for name, reason in self.left_whole.items())
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """A mask, resolved: for every axis, which indices stay.
+
+    `gather` and `scatter_` are inverses on the entries that stay: after `scatter_(name, dense, gather(name, dense))`
+    nothing has changed, and entries that are not selected are never read or written.
+    """
+
+    graph: ChannelGraph
+    mask: Tensor
+    happens: Tensor = field(repr=False)  # per event, with a True behind the last for index -1
+
+    @cached_property
+    def _kept(self) -> dict[int, Tensor | None]:
+        return {}
+
+    def kept(self, axis: int) -> Tensor | None:
+        """Indices that stay along an axis, in order; None where all do."""
+        if axis not in self._kept:
+            present = self.present(axis)
+            self._kept[axis] = None if bool(present.all()) else present.nonzero().squeeze(1)
+        return self._kept[axis]
+
+    def present(self, axis: int) -> Tensor:
+        """Bool tensor: which indices of an axis stay."""
+        return self.happens[self.graph.axes[axis]]
+
+    def count(self, axis: int) -> int:
+        kept = self.kept(axis)
+        return self.graph.axes[axis].numel() if kept is None else kept.numel()
+
+    def indices(self, name: str, device: torch.device | None = None) -> dict[int, Tensor]:
+        """{dimension: indices that stay} for a named tensor; dimensions that stay whole are not listed."""
+        found = {}
+        for piece in self.graph.tensors.get(name, ()):
+            kept = self.kept(piece.axis)
+            if kept is not None:
+                found[piece.dim] = kept.to(device) if device is not None else kept
+        return found
+
+    def shape(self, name: str, dense: torch.Size) -> torch.Size:
+        """The shape that `gather` gives to a tensor of this name."""
+        sizes = list(dense)
+        for dim, kept in self.indices(name).items():
+            sizes[dim] = kept.numel()
+        return torch.Size(sizes)
+
+    def gather(self, name: str, dense: Tensor) -> Tensor:
+        """The entries of `dense` that stay, as a new narrow tensor (`dense` itself where all of them do)."""
+        for dim, kept in self.indices(name, dense.device).items():
+            dense = dense.index_select(dim, kept)
+        return dense
+
+    def scatter_(self, name: str, dense: Tensor, narrow: Tensor) -> Tensor:
+        """Write `narrow` over the entries of `dense` that stay, in place; the others are left alone."""
+        indices = self.indices(name, dense.device)
+        if not indices:
+            return dense.copy_(narrow) if dense is not narrow else dense
+        if len(indices) == 1:
+            ((dim, kept),) = indices.items()
+            return dense.index_copy_(dim, kept, narrow)
+        last = max(indices)
+        index = [
+            indices[dim].view(-1, *[1] * (last - dim)) if dim in indices
+            # a dimension between two sliced ones is indexed too, so that the indexed ones are adjacent
+            else torch.arange(dense.shape[dim], device=dense.device).view(-1, *[1] * (last - dim))
+            for dim in range(min(indices), last + 1)
+        ]  # fmt: skip
+        dense[(slice(None),) * min(indices) + tuple(index)] = narrow
+        return dense

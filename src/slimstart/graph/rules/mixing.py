@@ -1,0 +1,289 @@
+"""Operations that mix channels: convolutions, linear layers, embeddings, products of activations, attention.
+
+Each reads the channels of its input, writes new ones, and costs multiply-adds. The counts are those of PyTorch's own
+`FlopCounterMode`, halved: one multiply-add is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slimstart.graph.ledger import CONSTANT, ZERO, CostNote, Layout, Presence, when_carried, when_live
+from slimstart.graph.rules.norms import per_channel_layer
+from slimstart.graph.rules.registry import rule
+from slimstart.graph.rules.shapes import pairwise
+from slimstart.graph.tracer import Call, Tracer, Value
+
+
+def _cost(tracer: Tracer, total: int, *factors: Sequence[Presence]) -> None:
+    """Note that `total` multiply-adds are proportional to the number of channels in each factor."""
+    if tracer.count_costs:
+        coefficient = total // math.prod(len(f) for f in factors)
+        tracer.ledger.costs.append(CostNote(tracer.modules[-1], coefficient, tuple(map(tuple, factors))))
+
+
+def _axis(weight: Value, dim: int) -> tuple[int, list[int]] | None:
+    """Which dimension of the parameter runs along `dim` of this view of it, and its indices there."""
+    running = [d for d, field in enumerate(weight.fields) if field.shape[dim] > 1]
+    if not running and weight.shape[dim] == 1:
+        running = [d for d, field in enumerate(weight.fields) if field.numel() == 1 and d == dim]
+    if len(running) != 1 or weight.fields[running[0]].numel() != weight.shape[dim]:
+        return None
+    return running[0], weight.fields[running[0]].reshape(-1).tolist()
+
+
+def mix(
+    tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, dims: tuple[int, int], bias: Tensor | None, result: Tensor
+) -> tuple[list[Presence], list[Presence]] | None:
+    """A layer that reads all channels along `dim` and writes new ones there.
+
+    Args:
+        dims: which dimension of `weight` runs over the outputs, and which over the inputs.
+
+    Returns:
+        When each input and each output channel exists; None if the layer is not followed.
+    """
+    value, ledger = tracer.parameter(weight), tracer.ledger
+    nodes = tracer.channels(tensor, dim)
+    axes = [_axis(value, d) for d in dims] if value is not None else [None]
+    if value is None or value.source is None or any(axis is None for axis in axes) or nodes is None:
+        reason = "its weight is computed" if value is None else "its weight or its input is laid out unusually"
+        tracer.keep_whole([tensor, weight, bias], f"{tracer.modules[-1] or 'the forward'}: {reason}")
+        ledger.unfollowed.setdefault(tracer.modules[-1], reason)
+        return None
+    (out_dim, outs), (in_dim, ins) = axes  # type: ignore[misc]
+    bias_value = tracer.parameter(bias)
+    if bias is not None and (bias_value is None or bias_value.source is None or bias.dim() != 1):
+        tracer.keep_whole([tensor, weight, bias], "its bias is computed")
+        return None
+    module = tracer.boundary(value.source)
+    when = when_carried if module is None else when_live
+    size = tracer.full_sizes[value.source][out_dim]
+    outputs = ledger.write(value.source, out_dim, size, outs, exact=module is None)
+    reading = [when(node) if node > ZERO else CONSTANT for node in nodes]
+    ledger.follow(value.source, in_dim, ins, reading)
+    writing = [when_live(node) for node in outputs]
+    if bias_value is not None and bias_value.source is not None:
+        indices = bias_value.fields[0].reshape(-1).expand(len(outputs)).tolist()
+        ledger.follow(bias_value.source, 0, indices, writing)
+    if module is not None:
+        ledger.port(ledger.reads, module, dim - tensor.dim(), nodes)
+        ledger.port(ledger.writes, module, dim - tensor.dim(), outputs)
+    tracer.set_channels(result, dim, outputs)
+    return reading, writing
+
+
+@rule("linear", "mm", "addmm")
+def linear(tracer: Tracer, call: Call) -> None:
+    """x W^T + b, and its forms on matrices."""
+    if call.name == "linear":
+        tensor, weight, dims, bias = call["input"], call["weight"], (0, 1), call["bias"]
+    else:
+        tensor, weight, dims = call.arguments.get("mat1", call["self"]), call["mat2"], (1, 0)
+        bias = call["self"] if call.name == "addmm" else None
+    total = tensor.numel() * (weight.shape[dims[0]] if weight.dim() > 1 else 1)
+    if tracer.parameter(tensor) is not None or weight.dim() != 2 or tracer.activation(weight) is not None:
+        if call.name == "mm" and tracer.parameter(tensor) is None and tracer.parameter(weight) is None:
+            return _product(tracer, tensor, weight, call.result, total)
+        tracer.keep_whole([tensor, weight, bias], "a product that is not followed")
+        return _cost(tracer, total)
+    if call.name == "addmm" and (call["beta"] != 1 or call["alpha"] != 1):
+        tracer.keep_whole([tensor, weight, bias], "a scaled product")
+        return _cost(tracer, total)
+    value, last = tracer.activation(tensor), tensor.dim() - 1
+    if value is not None and last not in value.varies() and value.varies():
+        return _across(tracer, tensor, weight, bias, call.result, total)
+    found = mix(tracer, tensor, last, weight, dims, bias, call.result)
+    if found is None:
+        return _cost(tracer, total)
+    if tracer.boundary(tracer.parameter(weight).source) is not None:  # type: ignore[union-attr]
+        tracer.ledger.counts_channels(tracer.modules[-1], "in_features", found[0])
+        tracer.ledger.counts_channels(tracer.modules[-1], "out_features", found[1])
+    return _cost(tracer, total, *found)
+
+
+def _across(
+    tracer: Tracer, tensor: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, total: int
+) -> None:
+    """A linear layer along another dimension than the channels (over tokens): every channel passes on its own."""
+    value = tracer.activation(tensor)
+    assert value is not None
+    reason = "it mixes another dimension than the one whose channels can shrink"
+    tracer.keep_whole([weight, bias], reason)
+    nodes = value.nodes
+    if bias is not None:
+        nodes = torch.tensor([tracer.ledger.pass_on(n, False) for n in nodes.reshape(-1).tolist()]).view(nodes.shape)
+    tracer.set(result, nodes)
+    if len(value.varies()) == 1:
+        _cost(tracer, total, [when_carried(node) for node in nodes.reshape(-1).tolist()])
+    else:
+        tracer.keep_whole([tensor], reason)
+        _cost(tracer, total)
+
+
+@rule("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d")
+@rule("conv_transpose3d")
+def convolution(tracer: Tracer, call: Call) -> None:
+    """Plain, grouped, depthwise and transposed convolutions."""
+    tensor, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
+    transposed = "transpose" in call.name or bool(call.arguments.get("transposed"))
+    spatial = weight.dim() - 2
+    dim = tensor.dim() - spatial - 1
+    pixels = (tensor if transposed else call.result).shape[dim + 1 :].numel()
+    total = tensor.shape[:dim].numel() * pixels * weight.numel()
+    ins, outs = tensor.shape[dim], call.result.shape[dim]
+    value = tracer.parameter(weight)
+    module = tracer.boundary(value.source) if value is not None else None
+    ledger = tracer.ledger
+
+    def attributes(inputs: Sequence[Presence], outputs: Sequence[Presence], kernels: Sequence[Presence] = ()) -> None:
+        if module is not None:
+            ledger.counts_channels(module, "in_channels", inputs)
+            ledger.counts_channels(module, "out_channels", outputs)
+            if kernels:
+                ledger.counts_channels(module, "groups", kernels)
+
+    if groups == 1:
+        found = mix(tracer, tensor, dim, weight, (1, 0) if transposed else (0, 1), bias, call.result)
+        if found is not None:
+            attributes(*found)
+        return _cost(tracer, total, *(found or ()))
+    if groups == ins and not transposed and not (value is not None and tracer.value(tensor) is None):
+        sources = [out // (outs // ins) for out in range(outs)]
+        depthwise = per_channel_layer(tracer, tensor, call.result, dim, [weight, bias], sources)
+        if depthwise is not None:
+            attributes(depthwise[0], depthwise[1], depthwise[0])
+        return _cost(tracer, total, *((depthwise[0],) if depthwise else ()))
+    kernels = _grouped(tracer, tensor, dim, weight, bias, call.result, groups, transposed)
+    if kernels is None:
+        return _cost(tracer, total)
+    inputs, outputs = kernels
+    attributes(inputs, outputs, inputs[:: ins // groups])
+    return _cost(tracer, total, inputs[:: ins // groups])
+
+
+def _grouped(
+    tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, bias: Tensor | None, result: Tensor, groups: int,
+    transposed: bool,
+) -> tuple[list[Presence], list[Presence]] | None:  # fmt: skip
+    """A kernel group goes as a whole: its inputs and its outputs."""
+    value, bias_value, nodes = tracer.parameter(weight), tracer.parameter(bias), tracer.channels(tensor, dim)
+    module = tracer.boundary(value.source) if value is not None else None
+    computed = bias is not None and bias_value is None
+    if value is None or value.source is None or nodes is None or module is None or computed or transposed:
+        tracer.keep_whole([tensor, weight, bias], "a grouped convolution that is not followed")
+        tracer.ledger.unfollowed.setdefault(tracer.modules[-1], "a grouped convolution that is not followed")
+        return None
+    ledger, ins, outs = tracer.ledger, len(nodes), result.shape[dim]
+    outputs = ledger.write(value.source, 0, outs, range(outs), exact=False)
+    reading = [when_live(node) if node > ZERO else CONSTANT for node in nodes]
+    writing = [when_live(node) for node in outputs]
+    for g in range(groups):
+        mine = slice(g * ins // groups, (g + 1) * ins // groups)
+        theirs = slice(g * outs // groups, (g + 1) * outs // groups)
+        ledger.together.append((*reading[mine], *map(when_carried, nodes[mine]), *writing[theirs]))
+    if bias_value is not None and bias_value.source is not None:
+        ledger.follow(bias_value.source, 0, range(outs), writing)
+    ledger.port(ledger.reads, module, dim - tensor.dim(), nodes)
+    ledger.port(ledger.writes, module, dim - tensor.dim(), outputs)
+    tracer.set_channels(result, dim, outputs)
+    return reading, writing
+
+
+@rule("embedding")
+def embedding(tracer: Tracer, call: Call) -> None:
+    """The columns of the table are channels that it writes."""
+    value = tracer.parameter(call["weight"])
+    axis = _axis(value, 1) if value is not None else None
+    if value is None or value.source is None or axis is None:
+        return tracer.keep_whole([call["weight"], call["indices"]], "an embedding that is not followed")
+    module = tracer.boundary(value.source)
+    dim, indices = axis
+    size = tracer.full_sizes[value.source][dim]
+    outputs = tracer.ledger.write(value.source, dim, size, indices, exact=module is None)
+    if module is not None:
+        tracer.ledger.port(tracer.ledger.writes, module, -1, outputs)
+        tracer.ledger.counts_channels(module, "embedding_dim", [when_live(node) for node in outputs])
+    tracer.set_channels(call.result, call.result.dim() - 1, outputs)
+    return None
+
+
+@rule("bmm", "baddbmm")
+def batched_product(tracer: Tracer, call: Call) -> None:
+    first, second = call.arguments.get("batch1", call["self"]), call.arguments.get("batch2", call.arguments.get("mat2"))
+    total = first.numel() * second.shape[-1]
+    if call.name == "baddbmm" or tracer.parameter(first) is not None or tracer.parameter(second) is not None:
+        tracer.keep_whole([call["self"], first, second], "a product that is not followed")
+        return _cost(tracer, total)
+    return _product(tracer, first, second, call.result, total)
+
+
+def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, total: int) -> None:
+    """(b, m, k) times (b, k, n), both activations: what meets is tied, and a zero is neutral in the sum over k."""
+    fields = []
+    for value in map(tracer.activation, (first, second)):
+        nodes = torch.zeros((1, 1, 1), dtype=torch.int64) if value is None else value.nodes
+        fields.append(nodes.view((1,) * (3 - nodes.dim()) + nodes.shape))
+    left, right = fields
+    sizes = {"b": (left.shape[0], right.shape[0]), "k": (left.shape[2], right.shape[1])}
+    rows, columns = left.shape[1] > 1, right.shape[2] > 1
+    unmatched = any((a > 1) != (b > 1) for a, b in sizes.values())
+    if (rows and columns) or unmatched or (sizes["k"][0] > 1 and (rows or columns)):
+        tracer.keep_whole([first, second], "it is multiplied in a way that is not followed")
+        return _cost(tracer, total)
+    meet = pairwise(left[:, :1, :], right[:, :, :1].transpose(1, 2), tracer.ledger.multiplied)
+    for tensor, batched in ((left, left.shape[0] > 1), (right, right.shape[0] > 1)):
+        if batched and tensor.numel() > tensor.shape[0]:  # several channels per batch entry (a head): they go together
+            rigid = frozenset(d for d in (1, 2) if tensor.shape[d] > 1)
+            tracer.ledger.layouts.append(Layout(tensor, (None,) * 3, rigid, "a head is multiplied as a whole"))
+    batch = meet[:, :, :1]
+    if left.shape[0] > 1 and (rows or columns):
+        pairwise(batch, left if rows else right, tracer.ledger.multiplied)
+    nodes = left[:, :, :1] if rows else right[:, :1, :] if columns else batch
+    if nodes.numel() > 1 or sizes["k"][0] == 1:
+        tracer.set(result, nodes.view(nodes.shape[3 - result.dim() :]))
+    factors = []
+    if left.shape[0] > 1:
+        factors.append([when_carried(node) for node in batch.reshape(-1).tolist()])
+    elif sizes["k"][0] > 1:
+        factors.append([when_carried(node) for node in meet.reshape(-1).tolist()])
+    elif rows or columns:
+        factors.append([when_carried(node) for node in nodes.reshape(-1).tolist()])
+    return _cost(tracer, total, *factors)
+
+
+@rule("scaled_dot_product_attention")
+def attention(tracer: Tracer, call: Call) -> None:
+    """Heads go as wholes: with the query head its key and value heads."""
+    query, key, value = call["query"], call["key"], call["value"]
+    total = query.numel() * key.shape[-2] + query.shape[:-1].numel() * value.shape[-2] * value.shape[-1]
+    fields = [tracer.activation(t) for t in (query, key, value)]
+    mask = call.arguments.get("attn_mask")
+    if all(f is None for f in fields):
+        return _cost(tracer, total)
+    heads = query.dim() - 3
+    usable = query.dim() >= 3 and all(f is not None and f.nodes.shape[-2] == 1 for f in fields)
+    rows = []
+    for field, tensor in zip(fields, (query, key, value), strict=True):
+        if field is None or not usable or any(d < heads for d in field.varies()):
+            usable = False
+            break
+        nodes = field.nodes.reshape(field.nodes.shape[heads], -1)
+        rows.append(nodes.expand(tensor.shape[heads], -1))
+    fixed_mask = mask is not None and mask.dim() > 2 and mask.shape[-3] > 1
+    if not usable or fixed_mask or (mask is not None and tracer.value(mask) is not None):
+        tracer.keep_whole([query, key, value, mask], "attention over channels that are not heads")
+        return _cost(tracer, total)
+    repeats = rows[0].shape[0] // rows[1].shape[0]
+    for head in range(rows[1].shape[0]):
+        group = [rows[0][head * repeats : (head + 1) * repeats], rows[1][head], rows[2][head]]
+        members = sorted({node for nodes in group for node in nodes.reshape(-1).tolist()})
+        tracer.ledger.together.append(tuple(map(when_carried, members)))
+    shape = [1] * call.result.dim()
+    shape[heads], shape[-1] = call.result.shape[heads], rows[2].shape[1]
+    tracer.set(call.result, rows[2].repeat_interleave(repeats, 0).view(shape))
+    return _cost(tracer, total, [when_carried(node) for node in rows[0][:, 0].tolist()])

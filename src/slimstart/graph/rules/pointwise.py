@@ -1,0 +1,195 @@
+"""Operations on corresponding entries: activations, additions, gates, scales.
+
+Within one channel the only question is whether a zero stays a zero; that is asked of the operation itself. Between
+channels an addition lets masks differ (filter coupling), and everything else ties them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from slimstart.graph.ledger import Layout, when_carried
+from slimstart.graph.rules.registry import operation_name, rule
+from slimstart.graph.rules.shapes import pairwise
+from slimstart.graph.tracer import Call, Tracer, Value
+
+ADDITIONS = frozenset({"add", "sub", "rsub", "subtract"})
+
+
+@rule("pointwise")
+def pointwise(tracer: Tracer, call: Call) -> None:
+    """Any operation that PyTorch tags as pointwise."""
+    tensors = [leaf for leaf in tree_flatten(call.arguments)[0] if isinstance(leaf, Tensor)]
+    followed = [t for t in tensors if tracer.activation(t) is not None]
+    if not isinstance(call.result, Tensor) or any(t.dim() > call.result.dim() for t in followed):
+        return tracer.keep_whole(tensors, f"operation {call.name} has no rule")
+    if not followed:
+        return _parameters_only(tracer, call, tensors)
+    additive = operation_name(call.func) in ADDITIONS
+    nodes = _combined(tracer, call, followed, additive)
+    if nodes is None:
+        return None
+    for tensor in tensors:
+        if tensor.numel() > 1 and tracer.activation(tensor) is None:
+            nodes = _with_fixed(tracer, nodes, tensor, additive)
+    if not keeps_zero(call, followed):
+        nodes = changed(tracer, nodes)
+    return store(tracer, call, nodes)
+
+
+def keeps_zero(call: Call, followed: list[Tensor]) -> bool:
+    """Whether the operation turns zeros of the followed tensors into zeros, by trying it (with ones for the others)."""
+    if operation_name(call.func) == "where":  # takes one side or the other: trying one says nothing of the other
+        return False
+
+    def sample(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.full((), 0 if any(leaf is t for t in followed) else 1, dtype=leaf.dtype)
+
+    try:
+        outcome = call.func(**{k: tree_map(sample, v) for k, v in call.arguments.items()})
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False
+    return isinstance(outcome, Tensor) and bool((outcome == 0).all())
+
+
+def changed(tracer: Tracer, nodes: Tensor) -> Tensor:
+    """The nodes behind an operation within the channel that does not keep zeros."""
+    distinct, inverse = torch.unique(nodes, return_inverse=True)
+    twins = [tracer.ledger.pass_on(node, zero_preserving=False) for node in distinct.tolist()]
+    return torch.tensor(twins, dtype=torch.int64)[inverse]
+
+
+def store(tracer: Tracer, call: Call, nodes: Tensor) -> None:
+    """Set the nodes of the result; the in-place form has written over its first argument."""
+    if call.func._schema.is_mutable and call.result is call.arguments.get("self"):
+        tracer.overwrite(call.result, nodes)
+    else:
+        tracer.set(call.result, nodes)
+
+
+def _aligned(nodes: Tensor, dims: int) -> Tensor:
+    return nodes.view((1,) * (dims - nodes.dim()) + nodes.shape)
+
+
+def _combined(tracer: Tracer, call: Call, followed: list[Tensor], additive: bool) -> Tensor | None:
+    """The nodes of all followed operands together; None where they cannot be combined."""
+    dims = call.result.dim()
+    fields = [_aligned(tracer.activation(t).nodes, dims) for t in followed]  # type: ignore[union-attr]
+    merged = fields[0]
+    for nodes in fields[1:]:
+        mine = {d for d in range(dims) if merged.shape[d] > 1}
+        theirs = {d for d in range(dims) if nodes.shape[d] > 1}
+        if not (mine <= theirs or theirs <= mine):
+            tracer.keep_whole(followed, "channels of different dimensions are combined")
+            return None
+        combine = tracer.ledger.added if additive and mine == theirs else tracer.ledger.multiplied
+        merged = pairwise(merged, nodes, combine)
+    return merged
+
+
+def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -> Tensor:
+    """Channels meet a parameter or a constant.
+
+    A scale, and a bias on channels that one layer writes, go with their channels. What else has an entry per channel
+    and is added is a writer that is always on; a constant that is multiplied cannot shrink, so neither can they.
+    """
+    dims, parameter = nodes.dim(), tracer.parameter(tensor)
+    extent = (1,) * (dims - tensor.dim()) + tensor.shape
+    met = [d for d in range(dims) if nodes.shape[d] > 1 and extent[d] > 1]
+    if not met:
+        return nodes
+    along = _along(parameter, met[0], dims) if parameter is not None and len(met) == 1 else None
+    if parameter is not None and along is not None and nodes.numel() == nodes.shape[met[0]]:
+        lone = tensor.numel() == nodes.numel() and all(
+            live is not None and len(live) <= 1 for live in map(tracer.ledger.live.__getitem__, nodes.unique().tolist())
+        )
+        if lone or not additive:
+            assert parameter.source is not None
+            presences = [when_carried(node) for node in nodes.reshape(-1).tolist()]
+            tracer.ledger.follow(parameter.source, *along, presences)
+            return nodes
+    if parameter is not None:
+        tracer.pin(parameter, "it is added to channels that others write too" if additive else "it is not followed")
+    if additive:
+        return pairwise(nodes, torch.zeros((1,) * dims, dtype=torch.int64), tracer.ledger.added)
+    reason = "it meets a tensor of fixed size"
+    tracer.ledger.layouts.append(Layout(nodes, (None,) * dims, frozenset(met), reason))
+    return nodes
+
+
+def _along(parameter: Value, dim: int, dims: int) -> tuple[int, list[int]] | None:
+    """Which dimension of a parameter runs along `dim`, and with which indices; None if that is not one dimension."""
+    fields = [_aligned(f, dims) for f in parameter.fields]
+    running = [d for d, f in enumerate(fields) if f.shape[dim] > 1]
+    if len(running) != 1 or fields[running[0]].numel() != fields[running[0]].shape[dim]:
+        return None
+    return running[0], fields[running[0]].reshape(-1).tolist()
+
+
+def _parameters_only(tracer: Tracer, call: Call, tensors: list[Tensor]) -> None:
+    """A function of one parameter still has its indices; of several, it is not followed."""
+    values = [v for v in map(tracer.parameter, tensors) if v is not None]
+    if len(values) == 1 and sum(t.numel() > 1 for t in tensors) <= 1 and call.result.shape == values[0].shape:
+        if call.result is not call.arguments.get("self"):
+            tracer.values[call.result] = values[0]
+        return
+    for value in values:
+        tracer.pin(value, "it is computed with before it is used")
+
+
+def pass_through(tracer: Tracer, call: Call, source: Any, zero_preserving: bool) -> None:
+    """The result has the channels of one input, each changed within itself."""
+    value = tracer.activation(source)
+    if value is None:
+        return tracer.keep_whole([source], f"{call.name} is applied to a parameter")
+    return store(tracer, call, value.nodes if zero_preserving else changed(tracer, value.nodes))
+
+
+@rule("dropout", "feature_dropout", "native_dropout", "rrelu")
+def dropout(tracer: Tracer, call: Call) -> None:
+    """A random choice within the channel; zero stays zero."""
+    if isinstance(call.result, tuple):  # native_dropout: result and mask
+        call = Call(call.name, call.arguments, call.result[0], call.written, call.func)
+    pass_through(tracer, call, call.arguments.get("input", call.arguments.get("self")), zero_preserving=True)
+
+
+@rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "bernoulli")
+@rule("alpha_dropout", "feature_alpha_dropout")
+def like(tracer: Tracer, call: Call) -> None:
+    """A tensor of the same shape shrinks along with it, whatever it holds."""
+    source = call.arguments.get("self", call.arguments.get("input"))
+    if tracer.activation(source) is not None:
+        pass_through(tracer, call, source, zero_preserving=False)
+
+
+@rule("to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision")
+@rule("clone", "contiguous", "alias", "detach", "lift_fresh", "positive", "conj", "resolve_conj", "resolve_neg")
+def same(tracer: Tracer, call: Call) -> None:
+    """Nothing moves and nothing changes but the type."""
+    value = tracer.value(call["self"])
+    if value is not None and call.result is not call["self"]:
+        tracer.values[call.result] = value
+
+
+@rule("prelu", "_prelu_kernel")
+def prelu(tracer: Tracer, call: Call) -> None:
+    """One slope per channel, or one for all."""
+    tensor, weight = call["self"], call["weight"]
+    parameter = tracer.parameter(weight)
+    if weight.numel() > 1:
+        nodes = tracer.channels(tensor, 1) if tensor.dim() > 1 else None
+        if nodes is None or parameter is None or parameter.source is None:
+            tracer.keep_whole([tensor, weight], "its slopes are not followed")
+        else:
+            presences = [when_carried(node) for node in nodes]
+            tracer.ledger.follow(parameter.source, 0, parameter.fields[0].reshape(-1).tolist(), presences)
+            if (module := tracer.boundary(parameter.source)) is not None:
+                tracer.ledger.counts_channels(module, "num_parameters", presences)
+    if tracer.activation(tensor) is not None:
+        pass_through(tracer, call, tensor, zero_preserving=True)

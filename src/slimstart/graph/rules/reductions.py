@@ -1,0 +1,108 @@
+"""Operations over space or over channels: pooling, resizing, sums, means, maxima, softmax."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimstart.graph.ledger import when_carried
+from slimstart.graph.rules.pointwise import changed, pointwise
+from slimstart.graph.rules.registry import rule
+from slimstart.graph.rules.shapes import pairwise
+from slimstart.graph.tracer import Call, Tracer
+
+_POOLS = [f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("max", "avg", "adaptive_avg", "adaptive_max", "lp")]
+_RESIZES = [f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")]
+_RESIZES += ["upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"]
+_RESIZES += ["_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"]
+
+
+@rule(*_POOLS, *(f"{name}_with_indices" for name in _POOLS if "max" in name), *_RESIZES)
+@rule("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+@rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
+def over_space(tracer: Tracer, call: Call) -> None:
+    """Within each channel, over the dimensions behind it; zero stays zero."""
+    tensor = call.arguments.get("self", call.arguments.get("input"))
+    value = tracer.activation(tensor)
+    if value is None:
+        return tracer.keep_whole([tensor], "a parameter is pooled")
+    results = call.result if isinstance(call.result, tuple) else (call.result,)
+    digits = re.search(r"(\d)d", call.name)
+    spatial = int(digits.group(1)) if digits else tensor.dim() - 2
+    if any(dim >= tensor.dim() - spatial for dim in value.varies()):
+        return tracer.keep_whole([tensor], f"{call.name} runs over its channels")
+    for result in results:
+        tracer.set(result, value.nodes)
+    return None
+
+
+def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
+    dims: Any = call.arguments.get("dim")
+    if dims is None or dims == []:
+        return list(range(tensor.dim()))
+    return [d % tensor.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])] if tensor.dim() else []
+
+
+@rule("sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "norm", "linalg_vector_norm", "nansum")
+@rule("var_mean", "std_mean", "logsumexp", "any", "all", "argmax", "argmin", "median", "aminmax", "count_nonzero")
+def reduce(tracer: Tracer, call: Call) -> None:
+    """Over other dimensions the channels pass; over channels only a sum has a neutral zero."""
+    tensor = call.arguments.get("self", call.arguments.get("input"))
+    if isinstance(call.arguments.get("other"), Tensor):  # max(x, y)
+        return pointwise(tracer, call)
+    value = tracer.activation(tensor)
+    if value is None:
+        return tracer.keep_whole([tensor], "a parameter is reduced before it is used")
+    dims = _reduced_dims(call, tensor)
+    varying = value.varies()
+    results = [r for r in (call.result if isinstance(call.result, tuple) else (call.result,)) if isinstance(r, Tensor)]
+    over = [d for d in dims if d in varying]
+    if over:
+        rest = [d for d in varying if d not in dims]
+        if call.name != "sum" or rest:
+            tracer.keep_whole([tensor], f"{call.name} runs over its channels in {tracer.modules[-1] or 'the forward'}")
+        return None  # a sum over all channels belongs to no channel
+    nodes = value.nodes
+    for dim in sorted(dims, reverse=True):
+        if results[0].dim() < tensor.dim():
+            nodes = nodes.squeeze(dim)
+    if call.name in ("logsumexp", "prod", "all", "argmax", "argmin"):
+        nodes = changed(tracer, nodes)
+    for result in results:
+        tracer.set(result, nodes)
+    return None
+
+
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin", "cumsum", "cumprod", "sort", "topk", "glu")
+@rule("cummax", "cummin", "logcumsumexp", "kthvalue", "cross", "renorm", "msort", "argsort", "normalize")
+def along(tracer: Tracer, call: Call) -> None:
+    """Every entry depends on the others along one dimension; over channels none may be missing."""
+    tensor = call.arguments.get("self", call.arguments.get("input"))
+    value = tracer.activation(tensor)
+    if value is None:
+        return tracer.keep_whole([tensor], f"{call.name} is applied to a parameter")
+    dim = call.arguments.get("dim", -1)
+    dim = (-1 if dim is None else dim) % tensor.dim()
+    results = [r for r in (call.result if isinstance(call.result, tuple) else (call.result,)) if isinstance(r, Tensor)]
+    if call.name == "glu" and dim in value.varies():
+        return _glu(tracer, call, value.nodes, dim)
+    if dim in value.varies():
+        return tracer.keep_whole([tensor], f"{call.name} runs over its channels in {tracer.modules[-1] or 'the forward'}")
+    for result in results:
+        tracer.set(result, changed(tracer, value.nodes) if call.name != "cumsum" else value.nodes)
+    return None
+
+
+def _glu(tracer: Tracer, call: Call, nodes: Tensor, dim: int) -> None:
+    """a * sigmoid(b), a and b the halves: they shrink together."""
+    half = nodes.shape[dim] // 2
+    if nodes.numel() != nodes.shape[dim]:
+        return tracer.keep_whole([call["self"]], "glu in an unusual layout")
+    first, second = nodes.narrow(dim, 0, half), nodes.narrow(dim, half, half)
+    for pair in torch.stack([first.reshape(-1), second.reshape(-1)], 1).tolist():
+        tracer.ledger.together.append(tuple(map(when_carried, pair)))
+    tracer.set(call.result, pairwise(first, second, tracer.ledger.multiplied))
+    return None

@@ -1,0 +1,278 @@
+"""Operations that move entries: the same operation is applied to the ids, and the sizes are remembered.
+
+What can go wrong when channels are removed is a size that the user's forward computes (`view(b, 4, 16)`), or a
+position (`x[:, :8]`). Both are noted as constraints on what may be removed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from slimstart.graph.ledger import CONSTANT, ZERO, Count, Layout, when_carried
+from slimstart.graph.rules.registry import rule
+from slimstart.graph.sizes import Expression, Size
+from slimstart.graph.tracer import Call, Tracer, Value, compress
+
+
+def _expression(size: Any) -> Expression | int:
+    return size.expression if isinstance(size, Size) else int(size)
+
+
+def _written_sizes(call: Call) -> list[Any]:
+    """All integers of the call as the user wrote it, in order."""
+    if not call.written:
+        return []
+    _, args, kwargs = call.written
+    leaves = []
+    for leaf in tree_flatten((args, kwargs))[0]:
+        leaves.extend([leaf.start, leaf.stop] if isinstance(leaf, slice) else [leaf])
+    return [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
+
+
+def _as_written(call: Call, size: int) -> Expression | int:
+    """The expression of an integer argument, found by value among those that the user wrote."""
+    return next((_expression(s) for s in _written_sizes(call) if isinstance(s, Size) and s == size), int(size))
+
+
+def _move(tracer: Tracer, call: Call, argument: str = "self") -> Value | None:
+    """Apply the operation to the fields of its one input and set the result."""
+    value = tracer.value(call[argument])
+    if value is None:
+        return None
+    others = {k: v for k, v in call.arguments.items() if k != argument}
+    moved = value.moved(lambda f: call.func(f, **others))
+    tracer.values[call.result] = moved
+    return moved
+
+
+@rule("permute", "transpose", "t", "numpy_T", "mT", "matrix_H", "swapaxes", "movedim", "moveaxis", "flip")
+@rule("squeeze", "unsqueeze", "flatten", "expand_as", "view_as", "reshape_as", "repeat", "tile", "repeat_interleave")
+@rule("diagonal", "atleast_1d", "atleast_2d", "atleast_3d", "ravel", "swapdims")
+def move(tracer: Tracer, call: Call) -> None:
+    """Entries go elsewhere, and sizes follow by themselves."""
+    moved = _move(tracer, call)
+    if moved is not None and moved.source is None and len(moved.varies()) > 1:
+        tracer.ledger.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is reshaped"))
+
+
+def _layout(nodes: Tensor, sizes: list[Expression | int | None], reason: str, rigid: tuple[int, ...] = ()) -> Layout:
+    return Layout(nodes, tuple(sizes), frozenset(rigid), reason)
+
+
+@rule("view", "reshape", "_unsafe_view", "unflatten", "expand", "broadcast_to", "_reshape_alias", "view_copy")
+def reshape(tracer: Tracer, call: Call) -> None:
+    """Sizes are asked for: which of them shrink with the channels?"""
+    if "dtype" in call.arguments and "size" not in call.arguments:  # view(dtype)
+        return tracer.keep_whole([call["self"]], "its memory is read as another type")
+    moved = _move(tracer, call)
+    if moved is None or moved.source is not None:
+        return None
+    key = {"unflatten": "sizes", "reshape": "shape"}.get(call.name, "size")
+    asked = list(call[key])
+    if not tracer.decomposing:
+        written = _written_sizes(call)
+        if call.name == "unflatten":
+            written = written[-len(asked) :]
+        if len(written) == len(asked) and all(int(a) == int(w) for a, w in zip(asked, written, strict=True)):
+            asked = written
+    sizes: list[Expression | int | None] = [None if a == -1 or tracer.decomposing else _expression(a) for a in asked]
+    if call.name == "unflatten":
+        dim = call["dim"] % call["self"].dim()
+        sizes = [None] * dim + sizes + [None] * (len(moved.shape) - dim - len(sizes))
+    tracer.ledger.layouts.append(
+        _layout(moved.nodes, sizes, f"it is reshaped to fixed sizes in {tracer.modules[-1] or 'the forward'}")
+    )
+    return None
+
+
+@rule("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+def split(tracer: Tracer, call: Call) -> None:
+    """Equal pieces shrink together; pieces of given sizes need those sizes to follow."""
+    value, dim = tracer.value(call["self"]), call["dim"] % call["self"].dim()
+    assert value is not None
+    start = 0
+    for piece in call.result:
+        length = piece.shape[dim]
+        tracer.values[piece] = value.moved(lambda f, start=start, length=length: f.narrow(dim, start, length))
+        start += length
+    if value.source is not None or dim not in value.varies():
+        return
+    lengths = [piece.shape[dim] for piece in call.result]
+    where = f"it is split in {tracer.modules[-1] or 'the forward'}"
+    equal = len(set(lengths)) == 1
+    if call.name in ("chunk", "unsafe_chunk") and equal:
+        size: Expression | int | None = None
+    elif call.name in ("split", "unsafe_split") and equal and isinstance(call.arguments.get("split_size"), int):
+        size = _as_written(call, call["split_size"])
+    else:
+        sizes = call.arguments.get("split_sizes")
+        start = 0
+        rows = value.nodes.movedim(dim, 0).reshape(value.nodes.shape[dim], -1)
+        for length in lengths:
+            expression = _as_written(call, length) if sizes is not None else length
+            nodes = rows[start : start + length].reshape(-1).unique().tolist()
+            tracer.ledger.counts.append(Count(tuple(nodes), expression, where))
+            start += length
+        return
+    pieces = value.nodes.unflatten(dim, (len(lengths), lengths[0]))
+    asked: list[Expression | int | None] = [None] * pieces.dim()
+    asked[dim], asked[dim + 1] = len(lengths), size
+    tracer.ledger.layouts.append(_layout(pieces, asked, where, rigid=(dim,)))
+
+
+@rule("slice", "narrow")
+def cut(tracer: Tracer, call: Call) -> None:
+    """Positions are asked for: what lies before them must be counted right."""
+    value, tensor = tracer.value(call["self"]), call["self"]
+    assert value is not None
+    _move(tracer, call)
+    dim = (call["dim"] or 0) % tensor.dim()
+    if value.source is not None or dim not in value.varies():
+        return
+    size = tensor.shape[dim]
+    if call.name == "narrow":
+        start, end, step = call["start"], call["start"] + call["length"], 1
+    else:
+        start, end, step = call["start"] or 0, call["end"] if call["end"] is not None else size, call["step"]
+    where = f"part of it is taken in {tracer.modules[-1] or 'the forward'}"
+    rows = value.nodes.movedim(dim, 0).reshape(size, -1)
+    if step != 1:
+        return tracer.ledger.keep_whole(rows, where)
+    for position in (start, end):
+        if 0 < position < size:
+            expression = _as_written(call, position)
+            tracer.ledger.counts.append(Count(tuple(rows[:position].unique().tolist()), expression, where))
+        elif position < 0:  # counted from the end: what lies behind it must stay
+            tracer.ledger.keep_whole(rows[position:], where)
+    return None
+
+
+@rule("select", "index_select", "index", "gather", "roll", "unfold", "take_along_dim")
+def pick(tracer: Tracer, call: Call) -> None:
+    """Fixed positions are taken: along a channel dimension that leaves the channels whole."""
+    value, tensor = tracer.value(call["self"]), call["self"]
+    if value is None:  # the index is followed, not the data
+        return tracer.keep_whole([t for t in tree_flatten(call.arguments)[0] if isinstance(t, Tensor)], "it is an index")
+    if call.name == "index":
+        touched = [dim for dim, index in enumerate(call["indices"]) if index is not None]
+        touched = list(range(tensor.dim())) if any(
+            i is not None and i.dtype == torch.bool for i in call["indices"]) else touched  # fmt: skip
+    elif call.name == "roll":
+        touched = [d % tensor.dim() for d in call["dims"]] or list(range(tensor.dim()))
+    else:
+        touched = [call.arguments.get("dim", call.arguments.get("dimension")) % tensor.dim()]
+    if value.source is None and any(dim in value.varies() for dim in touched):
+        tracer.ledger.keep_whole(value.nodes, f"fixed positions of it are taken ({call.name})")
+    moved = _move(tracer, call)
+    if moved is not None and moved.source is None and len(moved.varies()) > 1:
+        tracer.ledger.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is indexed"))
+    return None
+
+
+@rule("unbind")
+def unbind(tracer: Tracer, call: Call) -> None:
+    value, dim = tracer.value(call["self"]), call["dim"] % call["self"].dim()
+    assert value is not None
+    if value.source is None and dim in value.varies():
+        others = [d for d in value.varies() if d != dim]
+        if others:  # (3, heads, width): the pieces stay, what is inside them shrinks
+            sizes: list[Expression | int | None] = [None] * len(value.shape)
+            tracer.ledger.layouts.append(_layout(value.nodes, sizes, "it is unbound", rigid=(dim,)))
+        else:
+            tracer.ledger.keep_whole(value.nodes, "it is unbound along its channels")
+    for index, piece in enumerate(call.result):
+        tracer.values[piece] = value.moved(lambda f, index=index: f.select(dim, index))
+
+
+@rule("cat", "concat", "concatenate", "stack", "hstack", "vstack")
+def concatenate(tracer: Tracer, call: Call) -> None:
+    """Along the channels the pieces stay apart; along anything else they are the same channels, written by many."""
+    tensors, result = call["tensors"], call.result
+    for tensor in tensors:
+        if (parameter := tracer.parameter(tensor)) is not None:
+            tracer.pin(parameter, "it is concatenated")
+    dim = call.arguments.get("dim", 1 if call.name == "hstack" else 0) % result.dim()
+    fields = []
+    for tensor in tensors:
+        value = tracer.activation(tensor)
+        nodes = torch.zeros((1,) * tensor.dim(), dtype=torch.int64) if value is None else value.nodes
+        if tensor.dim() == 1 and tensor.numel() == 0:
+            continue
+        fields.append((nodes.unsqueeze(dim) if call.name == "stack" else nodes, tensor))
+    lengths = [1 if call.name == "stack" else tensor.shape[dim] for _, tensor in fields]
+    varying = {d for nodes, _ in fields for d in range(nodes.dim()) if nodes.shape[d] > 1}
+    if dim in varying or not varying:
+        shape = [result.shape[d] if d in varying else 1 for d in range(result.dim())]
+        parts = []
+        for (nodes, _), length in zip(fields, lengths, strict=True):
+            shape[dim] = length
+            parts.append(nodes.expand(shape))
+        tracer.set(result, torch.cat(parts, dim))
+        return
+    merged = fields[0][0]
+    for nodes, _ in fields[1:]:
+        merged = pairwise(merged, nodes, tracer.ledger.added)
+    tracer.set(result, merged)
+
+
+@rule("constant_pad_nd", "pad")
+def pad(tracer: Tracer, call: Call) -> None:
+    """Padding in space belongs to the channel; padding with channels adds channels that are always there."""
+    tensor, value = call["self"], tracer.value(call["self"])
+    if value is None or value.source is not None:
+        return tracer.keep_whole([tensor], "it is padded")
+    widths, varying, nodes = list(call["pad"]), value.varies(), value.nodes
+    constant = call.name == "constant_pad_nd" or call.arguments.get("mode") == "constant"
+    filler = ZERO if constant and not call.arguments.get("value") else CONSTANT
+    for index, dim in enumerate(range(tensor.dim() - 1, tensor.dim() - 1 - len(widths) // 2, -1)):
+        before, after = widths[2 * index : 2 * index + 2]
+        if dim in varying and (before or after):
+            tracer.ledger.keep_whole(nodes, "channels are padded to it")
+            if before < 0 or after < 0 or not constant:
+                return tracer.ledger.freeze(nodes, "its channels are padded in a way that is not followed")
+            shape = list(nodes.shape)
+            parts = [torch.full([*shape[:dim], n, *shape[dim + 1 :]], filler) for n in (before, after)]
+            nodes = torch.cat([parts[0], nodes, parts[1]], dim)
+    tracer.set(call.result, nodes)
+    return None
+
+
+@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
+def shuffle(tracer: Tracer, call: Call) -> None:
+    """Blocks of channels change places: they shrink as blocks."""
+    tensor, value = call["self"], tracer.value(call["self"])
+    if value is None or value.source is not None:
+        return tracer.keep_whole([tensor], "it is shuffled")
+    others = {k: v for k, v in call.arguments.items() if k != "self"}
+    moved = compress(call.func(value.nodes.expand(value.shape).contiguous(), **others))
+    dim = tensor.dim() - 3 if "shuffle" in call.name and "pixel" in call.name else 1
+    if value.varies() not in ([], [dim]):
+        tracer.ledger.keep_whole(value.nodes, "it is shuffled in an unusual layout")
+    elif call.name == "pixel_shuffle":  # r*r channels become one: they are removed together
+        blocks = value.nodes.reshape(-1).expand(tensor.shape[dim]).view(-1, call["upscale_factor"] ** 2)
+        for block in blocks.tolist():
+            tracer.ledger.together.append(tuple(map(when_carried, block)))
+        first = blocks[:, 0].view(-1, *[1] * (tensor.dim() - dim - 1))
+        moved = first.view([1] * dim + list(first.shape))
+    elif "channel" in call.name:
+        blocks = value.nodes.reshape(-1).expand(tensor.shape[dim]).view(call["groups"], -1)
+        for block in blocks.t().tolist():
+            tracer.ledger.together.append(tuple(map(when_carried, block)))
+    tracer.set(call.result, moved)
+    return None
+
+
+def pairwise(first: Tensor, second: Tensor, combine: Any) -> Tensor:
+    """Combine two fields of nodes entry by entry, each distinct pair once."""
+    if first.dim() < second.dim():
+        first, second = second, first
+    second = second.view((1,) * (first.dim() - second.dim()) + second.shape)
+    first, second = torch.broadcast_tensors(first, second)
+    span = int(max(first.max(), second.max())) + 1
+    pairs, inverse = torch.unique(first * span + second, return_inverse=True)
+    combined = [combine(*divmod(pair, span)) for pair in pairs.tolist()]
+    return torch.tensor(combined, dtype=torch.int64)[inverse]

@@ -1,0 +1,142 @@
+"""Integers that remember where they come from.
+
+A user's forward computes sizes: `b, c, h, w = x.shape; x.view(b, self.groups, c // self.groups, h, w)`. When channels
+are removed, `c` shrinks by itself, and `self.groups` does not unless somebody changes the attribute. To know which of
+the two a size is, the tracer hands the forward `Size` objects in place of plain integers: they behave as integers and
+carry an expression whose leaves are dimensions of tensors and attributes of modules.
+
+A `Size` that is turned into a float (`c ** -0.5`, `math.sqrt(c)`) is used as a number, not as a shape: a narrow network
+would compute another number, so the dimension has to stay whole. `Size` reports that to whoever made it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Dimension:
+    """Leaf: the length of a tensor dimension; row i of `nodes` holds the channel nodes found at index i."""
+
+    nodes: Tensor
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """Leaf: an integer attribute of a module of the user's."""
+
+    module: str
+    name: str
+    value: int
+
+
+@dataclass(frozen=True, eq=False)
+class Arithmetic:
+    """`function(left, right)`, where either side is an expression or a plain integer."""
+
+    function: Callable[[int, int], int]
+    left: Expression | int
+    right: Expression | int
+
+
+Expression = Dimension | Attribute | Arithmetic
+
+
+def evaluate(expression: Expression | int, leaf: Callable[[Dimension | Attribute], int]) -> int:
+    """The value of an expression, given that of its leaves."""
+    if isinstance(expression, int):
+        return int(expression)
+    if isinstance(expression, Arithmetic):
+        return expression.function(evaluate(expression.left, leaf), evaluate(expression.right, leaf))
+    return leaf(expression)
+
+
+class Size(int):
+    """An `int` with an expression. Integer arithmetic keeps the expression, anything else loses it."""
+
+    expression: Expression
+    report: Callable[[Expression], None]
+
+    def __new__(cls, value: int, expression: Expression, report: Callable[[Expression], None]) -> Size:
+        size = super().__new__(cls, value)
+        size.expression = expression
+        size.report = report
+        return size
+
+    def _combined(self, function: Callable[[Any, Any], int], other: object, swapped: bool = False) -> Any:
+        if not isinstance(other, int):
+            self.report(self.expression)
+            return NotImplemented
+        mine, theirs = self.expression, other.expression if isinstance(other, Size) else int(other)
+        left, right = (theirs, mine) if swapped else (mine, theirs)
+        values = (int(other), int(self)) if swapped else (int(self), int(other))
+        return Size(function(*values), Arithmetic(function, left, right), self.report)
+
+    def __add__(self, other: Any) -> Any:
+        return self._combined(operator.add, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._combined(operator.add, other, swapped=True)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._combined(operator.sub, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._combined(operator.sub, other, swapped=True)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._combined(operator.mul, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._combined(operator.mul, other, swapped=True)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._combined(operator.floordiv, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._combined(operator.floordiv, other, swapped=True)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._combined(operator.mod, other)
+
+    def _number(self) -> int:
+        self.report(self.expression)
+        return int(self)
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._number() / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self._number()
+
+    def __pow__(self, other: Any, mod: Any = None) -> Any:
+        return pow(self._number(), other, mod)
+
+    def __rpow__(self, other: Any, mod: Any = None) -> Any:
+        return pow(other, self._number(), mod)
+
+    def __int__(self) -> int:
+        return int.__int__(self)
+
+    def __reduce__(self) -> Any:
+        return int, (int.__int__(self),)
+
+
+class Shape(tuple[int, ...]):
+    """What `tensor.shape` gives while tracing: a tuple, because `torch.Size` drops subclasses of int."""
+
+    __slots__ = ()
+
+    def numel(self) -> int:
+        product = 1
+        for size in self:
+            product = product * size
+        return product

@@ -1,0 +1,201 @@
+"""From a ledger to a graph: decide what is one unit, and write down what each unit owns and costs.
+
+In order: (1) carriers that allow one mask only tie their writers; (2) whatever must stay, stays; (3) indices that must
+exist together are made to; (4) reshapes choose a dimension along which channels may go; (5) every layer is guaranteed
+a channel; (6) what is left are units, and the tables are written. Ties and freezes only ever grow, so the order decides
+how good the result is, not whether it is right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from slimstart.graph.channels import ChannelGraph
+from slimstart.graph.layouts import LayoutSolver
+from slimstart.graph.ledger import ZERO, Ledger, Presence
+from slimstart.graph.sizes import Arithmetic, Attribute, Dimension, Expression
+from slimstart.graph.tables import write_graph
+
+Atoms = frozenset[int]
+
+
+class Solver:
+    """Which atoms are tied, which are frozen, and so when each channel exists."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.atoms = ledger.atoms
+        self.frozen: dict[int, str] = {}  # root atom -> reason
+        self.fixed_attributes: set[Attribute] = set()
+        self.carried: dict[int, Atoms | None] = {}  # root of carriers -> the atoms that write it; None: always there
+        self._solve_carriers()
+
+    # --- the three verbs -------------------------------------------------------------------------------------------
+
+    def freeze(self, atoms: Iterable[int], reason: str) -> None:
+        """These filters are always kept."""
+        for atom in atoms:
+            self.frozen.setdefault(self.atoms.find(atom), reason)
+
+    def tie(self, atoms: Iterable[int]) -> None:
+        """These filters are kept or dropped together."""
+        first, *rest = sorted(set(atoms)) or [0]
+        for atom in rest:
+            one, other = self.atoms.find(first), self.atoms.find(atom)
+            if one != other:
+                reason = self.frozen.pop(one, None) or self.frozen.pop(other, None)
+                self.frozen.pop(other, None)
+                root = self.atoms.union(one, other)
+                if reason is not None:
+                    self.frozen[root] = reason
+
+    def exists(self, presence: Presence) -> Atoms | None:
+        """The (tied) filters of which one must be kept for the channel to exist; None: it always does."""
+        node, live = divmod(presence, 2)
+        if node <= ZERO:
+            return None
+        atoms = self.ledger.live[node] if live else self.carried[self.ledger.carriers.find(node)]
+        if atoms is None:
+            return None
+        roots = frozenset(map(self.atoms.find, atoms))
+        return None if any(root in self.frozen for root in roots) else roots
+
+    def equalise(self, presences: Iterable[Presence], reason: str) -> None:
+        """These channels exist at the same time."""
+        sets = {self.exists(presence) for presence in presences}
+        if len(sets) < 2:
+            return
+        atoms = [atom for s in sets if s is not None for atom in s]
+        if None in sets:
+            self.freeze(atoms, reason)
+        else:
+            self.tie(atoms)
+
+    # --- the steps -------------------------------------------------------------------------------------------------
+
+    def _solve_carriers(self) -> None:
+        ledger, find = self.ledger, self.ledger.carriers.find
+        written: dict[int, set[int]] = defaultdict(set)
+        always: set[int] = set()
+        for node, live in enumerate(ledger.live):
+            if live is None:
+                always.add(find(node))
+            else:
+                written[find(node)] |= live
+        whole: dict[int, str] = {}
+        for node, reason in ledger.whole.items():
+            whole.setdefault(find(node), reason)
+        tied = {find(node) for node in ledger.tied}
+        for carrier in range(len(ledger.live)):
+            if find(carrier) != carrier:
+                continue
+            atoms = written[carrier]
+            # A channel that one layer alone writes and that must exist needs its writer; a stream can hold a zero.
+            alone = len(atoms) <= 1 and carrier not in always
+            if carrier in tied:
+                self.tie(atoms)
+            if (carrier in tied and (carrier in whole or carrier in always)) or (carrier in whole and alone):
+                self.freeze(atoms, whole.get(carrier, "it is tied to channels that are always there"))
+            self.carried[carrier] = None if carrier in whole or carrier in always else frozenset(atoms)
+
+    def keep(self, reasons: Mapping[str, str]) -> None:
+        """Leave the filters of named modules and parameters whole."""
+        for (parameter, _), atoms in self.ledger.writers.items():
+            for name, reason in reasons.items():
+                if name in ("", parameter) or parameter.startswith(name + "."):
+                    self.freeze(atoms, reason)
+
+    def settle_notes(self) -> None:
+        """Outputs, sizes used as numbers, indices with several channels, channels that go together."""
+        ledger = self.ledger
+        for node, reason in ledger.frozen.items():
+            self.freeze(ledger.live[node] or (), reason)
+        for expression, reason in ledger.numbers:
+            for leaf in leaves(expression):
+                if isinstance(leaf, Attribute):
+                    self.fixed_attributes.add(leaf)
+                else:
+                    self.freeze_nodes(leaf.nodes.reshape(-1).tolist(), reason)
+        for presences in ledger.together:
+            self.equalise(presences, "it is tied to channels that are always there")
+        for name, dim in ledger.entries:
+            for presences in index_presences(ledger, name, dim).values():
+                self.equalise(presences, f"{name} is used in a way that keeps it whole")
+
+    def freeze_nodes(self, nodes: Iterable[int], reason: str) -> None:
+        """Whatever writes the carriers of these nodes is always kept."""
+        for node in set(nodes):
+            if node > ZERO:
+                self.freeze(self.exists(2 * node) or (), reason)
+
+
+def leaves(expression: Expression | int) -> list[Dimension | Attribute]:
+    if isinstance(expression, int):
+        return []
+    if isinstance(expression, Arithmetic):
+        return leaves(expression.left) + leaves(expression.right)
+    return [expression]
+
+
+def index_presences(ledger: Ledger, name: str, dim: int) -> dict[int, list[Presence]]:
+    """For every index of a dimension of a named tensor, the channels it belongs to."""
+    found: dict[int, list[Presence]] = defaultdict(list)
+    for indices, presences in ledger.entries[name, dim]:
+        for index, presence in zip(indices, presences, strict=True):
+            found[index].append(presence)
+    return found
+
+
+def _guarantee_channels(solver: Solver, axes: Sequence[Sequence[Presence]]) -> dict[int, int]:
+    """Freeze as little as needed for every layer to have a channel; returns the group of every root atom.
+
+    Filters of one parameter form a group, of which the mask keeps at least one. An axis that does not contain all of
+    some group (half of a layer that is split in two) could still end up empty: there, one filter is kept for good.
+    """
+    ledger = solver.ledger
+    while True:
+        groups: dict[int, int] = {}
+        for atoms in ledger.writers.values():
+            roots = sorted({r for r in map(solver.atoms.find, atoms) if r not in solver.frozen})
+            known = {groups[r] for r in roots if r in groups}
+            label = min([*known, *roots], default=0)
+            for root, group in list(groups.items()) if len(known) > 1 else ():
+                if group in known:
+                    groups[root] = label
+            for root in roots:
+                groups[root] = label if not known or len(known) > 1 else next(iter(known))
+        members: dict[int, set[int]] = defaultdict(set)
+        for root, group in groups.items():
+            members[group].add(root)
+        stable = True
+        for axis in axes:
+            sets = [solver.exists(presence) for presence in axis]
+            if not sets or None in sets:
+                continue
+            roots_here = {root for s in sets if s is not None for root in s}
+            if not any(members[groups[r]] <= roots_here for r in roots_here):
+                solver.freeze([min(roots_here)], "a layer would be left without channels")
+                stable = False
+        if stable:
+            return groups
+
+
+def solve(ledger: Ledger, model: nn.Module, reasons: Mapping[str, str]) -> ChannelGraph:
+    """Turn the notes of a trace into a graph; `reasons` are names to leave whole."""
+    solver = Solver(ledger)
+    solver.keep(reasons)
+    solver.settle_notes()
+    layouts = LayoutSolver(solver)
+    layouts.solve()
+    axes: dict[tuple[Presence, ...], None] = {}
+    for name, dim in ledger.entries:
+        axes[tuple(p[0] for _, p in sorted(index_presences(ledger, name, dim).items()))] = None
+    for note in (*ledger.reads.values(), *ledger.writes.values()):
+        axes[tuple(2 * node for node in note.nodes)] = None
+    for cost in ledger.costs:
+        axes.update(dict.fromkeys(cost.factors))
+    groups = _guarantee_channels(solver, list(axes))
+    return write_graph(solver, groups, layouts.attribute_presences(), model)

@@ -1,0 +1,127 @@
+"""trace(model, example_inputs) -> ChannelGraph: run the user's own forward once per mode and solve what it says.
+
+The model is not touched: a copy that shares its parameters is run. Its forward may be any Python; what it does to
+tensors is followed by operation (`tracer.py`, `rules/`), what sizes it computes by `sizes.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from slimstart.errors import TraceError
+from slimstart.graph.channels import ChannelGraph
+from slimstart.graph.ledger import Ledger
+from slimstart.graph.sizes import Attribute, Size
+from slimstart.graph.solve import solve
+from slimstart.graph.tracer import Tracer
+from slimstart.inputs import as_call
+
+COUPLINGS = ("filter", "stream")
+_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+    nn.Embedding, nn.PReLU, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _BatchNorm, _InstanceNorm,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Any,
+    coupling: str = "filter",
+    keep: Iterable[str] = (),
+    without: Iterable[tuple[str, str]] = (),
+) -> ChannelGraph:
+    """Find out which channels of a model can be removed, and what goes with them.
+
+    Args:
+        model: any module; its forward is ordinary Python.
+        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Costs are counted
+            for these inputs.
+        coupling: "filter", every filter has its own mask, also where several layers write into one residual stream; or
+            "stream", all writers of a stream share one.
+        keep: names of modules or parameters whose filters stay whole.
+        without: more of the same as (layer, reason), for callers that found a layer wanting.
+
+    Raises:
+        TraceError: if the forward fails on the example inputs.
+    """
+    if coupling not in COUPLINGS:
+        raise ValueError(f"`coupling` is {coupling!r}; it must be one of {', '.join(map(repr, COUPLINGS))}")
+    args, kwargs = as_call(example_inputs)
+    reasons = {name: "asked for by `keep`" for name in ([keep] if isinstance(keep, str) else keep)} | dict(without)
+    known = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    if unknown := sorted(set(reasons) - known):
+        raise ValueError(f"`keep` names {unknown}, but the model has no module or parameter of that name")
+    ledger = Ledger(coupling)
+    own = model.training
+    _run(model, args, kwargs, ledger, training=False)
+    try:  # parts that only run in training (auxiliary heads) read channels too
+        _run(model, args, kwargs, ledger, training=True)
+    except TraceError as error:
+        logger.debug("the forward in training mode was not followed: %s", error)
+    assert model.training == own
+    return solve(ledger, model, reasons)
+
+
+def _run(model: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: bool) -> None:
+    """Follow one forward of a copy of the model; costs are counted in evaluation mode only."""
+    shared: dict[int, Any] = {id(p): p for p in model.parameters()}
+    try:
+        twin = copy.deepcopy(model, shared).train(training)
+    except Exception as error:
+        raise TraceError(f"the model cannot be copied: {error}") from error
+    named = [*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)]
+    names: dict[int, str] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), name)
+    native = {name: module for name, module in twin.named_modules() if _is_native(module)}
+    tracer = Tracer(ledger, names, {n: t.shape for n, t in named}, native, count_costs=not training)
+    for name, module in twin.named_modules():
+        if not type(module).__module__.startswith("torch."):
+            for attribute, value in list(vars(module).items()):
+                if type(value) is int and value > 0:
+                    size = Size(value, Attribute(name, attribute, value), tracer.size_used_as_number)
+                    module.__dict__[attribute] = size
+    state = torch.get_rng_state()
+    try:
+        with tracer.listening(twin):
+            outputs = twin(*args, **kwargs)
+    except Exception as error:
+        raise TraceError(f"the model's forward fails on `example_inputs`: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_rng_state(state)
+    for tensor in _tensors_in(outputs):
+        if (value := tracer.activation(tensor)) is not None:
+            ledger.freeze(value.nodes, "it is an output of the network")
+
+
+def _is_native(module: nn.Module) -> bool:
+    """Whether the module is one of PyTorch's own layers, or a subclass that does not change what it computes."""
+    base = next((layer for layer in _LAYERS if isinstance(module, layer)), None)
+    return base is not None and type(module).forward is base.forward
+
+
+def _tensors_in(outputs: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif depth > 0:
+        if isinstance(outputs, dict):
+            inner = list(outputs.values())
+        elif isinstance(outputs, list | tuple | set):
+            inner = list(outputs)
+        elif is_dataclass(outputs):
+            inner = [getattr(outputs, f.name) for f in fields(outputs)]
+        else:
+            inner = list(getattr(outputs, "__dict__", {}).values())
+        for item in inner:
+            yield from _tensors_in(item, depth - 1)

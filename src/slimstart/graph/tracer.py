@@ -1,0 +1,296 @@
+"""Run a forward and follow its channels.
+
+Two modes of PyTorch do the listening. A dispatch mode sees every operation with its tensors, under inference mode, so
+that composite operations (`linear`, `chunk`, `scaled_dot_product_attention`) arrive whole; one that has no rule is
+decomposed into those that have. A function mode above it hands out `Size` objects for `tensor.shape` and remembers the
+sizes with which a function was called, which the dispatcher would turn into plain integers.
+
+Values are real, so control flow that depends on data takes the branch it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from slimstart.graph.ledger import Ledger
+from slimstart.graph.sizes import Dimension, Expression, Shape, Size
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What is known of a tensor: integer tensors of its shape (length one where nothing changes), moved as it is.
+
+    An activation has one field, its node ids. A parameter or buffer has `source`, its name, and one field per dimension
+    of the original: from which index each entry comes.
+    """
+
+    fields: tuple[Tensor, ...]
+    shape: torch.Size
+    source: str | None = None
+
+    @property
+    def nodes(self) -> Tensor:
+        assert self.source is None
+        return self.fields[0]
+
+    def varies(self) -> list[int]:
+        """Dimensions along which some field changes."""
+        return [dim for dim in range(len(self.shape)) if any(f.shape[dim] > 1 for f in self.fields)]
+
+    def moved(self, operation: Callable[[Tensor], Tensor]) -> Value:
+        """The value behind an operation that only moves entries."""
+        fields = tuple(operation(f.expand(self.shape)) for f in self.fields)
+        return Value(tuple(compress(f) for f in fields), fields[0].shape if fields else torch.Size(), self.source)
+
+
+def compress(field: Tensor) -> Tensor:
+    """The same field, of length one along every dimension where it does not change."""
+    for dim, size in enumerate(field.shape):
+        if size > 1:
+            first = field.narrow(dim, 0, 1)
+            if field.stride(dim) == 0 or bool((field == first).all()):
+                field = first
+    return field
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation: its arguments by the names of its schema, its result, and the sizes the user wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+    result: Any
+    written: tuple[Any, ...]
+    func: Any
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.arguments[argument]
+
+
+def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    bound.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+    bound.update(kwargs)
+    return bound
+
+
+@dataclass
+class Tracer:
+    """State of one run: the values of live tensors and the stack of modules; what is learned goes to the ledger.
+
+    Attributes:
+        ledger: where the notes go.
+        names: names of the parameters and buffers, by identity.
+        full_sizes: their shapes, by name.
+        native: modules whose forward is PyTorch's own, by name: only they can be given ports.
+        count_costs: whether this run's operations enter the cost table.
+    """
+
+    ledger: Ledger
+    names: dict[int, str]
+    full_sizes: dict[str, torch.Size]
+    native: dict[str, nn.Module]
+    count_costs: bool
+    modules: list[str] = field(default_factory=lambda: [""])
+    values: Any = field(default_factory=WeakTensorKeyDictionary)
+    written: tuple[Any, ...] = ()
+    decomposing: int = 0
+
+    # --- values ----------------------------------------------------------------------------------------------------
+
+    def value(self, tensor: Any) -> Value | None:
+        """What is known of a tensor; None for constants."""
+        if not isinstance(tensor, Tensor):
+            return None
+        known: Value | None = self.values.get(tensor)
+        if known is None and id(tensor) in self.names:
+            dims = range(tensor.dim())
+            fields = [torch.arange(tensor.shape[d]).view([-1 if e == d else 1 for e in dims]) for d in dims]
+            return Value(tuple(fields), tensor.shape, self.names[id(tensor)])
+        if known is not None and known.shape != tensor.shape:  # resized in place: nothing is known any more
+            self.ledger.keep_whole(known.nodes, "it is resized in place") if known.source is None else None
+            return None
+        return known
+
+    def activation(self, tensor: Any) -> Value | None:
+        """The value of an activation that is followed; None for constants and parameters."""
+        value = self.value(tensor)
+        return value if value is not None and value.source is None else None
+
+    def parameter(self, tensor: Any) -> Value | None:
+        """The value of a parameter or buffer, possibly reshaped or cut; None otherwise."""
+        value = self.value(tensor)
+        return value if value is not None and value.source is not None else None
+
+    def set(self, tensor: Tensor, nodes: Tensor) -> None:
+        """Say that a tensor carries these nodes (of its number of dimensions, length one where nothing changes)."""
+        if nodes.dim() < tensor.dim():
+            nodes = nodes.view((1,) * (tensor.dim() - nodes.dim()) + nodes.shape)
+        nodes = compress(nodes)
+        if nodes.numel() == 1 and int(nodes) == 0:
+            self.values.pop(tensor, None)
+        else:
+            self.values[tensor] = Value((nodes,), tensor.shape)
+
+    def overwrite(self, tensor: Tensor, nodes: Tensor) -> None:
+        """`set` for a tensor that was written in place: other tensors that show the same memory lose track."""
+        before = self.activation(tensor)
+        if before is not None and before.nodes.shape == nodes.shape and bool((before.nodes == nodes).all()):
+            return
+        memory = tensor.untyped_storage().data_ptr()
+        others = [t for t in self.values if t is not tensor and t.untyped_storage().data_ptr() == memory]
+        if others:
+            self.keep_whole(others, "a view of it is written in place")
+            self.ledger.keep_whole(nodes, "it is written into a view of another tensor")
+        self.set(tensor, nodes)
+
+    def set_channels(self, tensor: Tensor, dim: int, nodes: Sequence[int]) -> None:
+        """Say that a tensor carries these nodes along one dimension."""
+        shape = [1] * tensor.dim()
+        shape[dim] = len(nodes)
+        self.set(tensor, torch.tensor(list(nodes), dtype=torch.int64).view(shape))
+
+    def channels(self, tensor: Tensor, dim: int) -> list[int] | None:
+        """Nodes along one dimension; None if they change along another one too."""
+        value = self.activation(tensor)
+        if value is None:
+            return [0] * tensor.shape[dim]
+        dim = dim % tensor.dim()
+        if any(d != dim for d in value.varies()):
+            return None
+        nodes: list[int] = value.nodes.reshape(-1).expand(tensor.shape[dim]).tolist()
+        return nodes
+
+    def boundary(self, parameter: str | None) -> str | None:
+        """The module being run, if it is a layer of PyTorch's that owns this parameter (or has none at all)."""
+        module = self.modules[-1]
+        if module not in self.native:
+            return None
+        owner = parameter.rpartition(".")[0] if parameter is not None else module
+        tied = parameter is not None and any(
+            id(p) in self.names and self.names[id(p)] == parameter
+            for p in self.native[module].parameters(recurse=False)
+        )
+        return module if owner == module or tied else None
+
+    def keep_whole(self, tensors: Sequence[Any], reason: str) -> None:
+        """Whatever these tensors are, they stay as they are."""
+        for tensor in tensors:
+            value = self.value(tensor)
+            if value is not None and value.source is None:
+                self.ledger.keep_whole(value.nodes, reason)
+            elif value is not None:
+                self.pin(value, reason)
+
+    def pin(self, value: Value, reason: str) -> None:
+        """A parameter that is used in a way that cannot be followed is never cut, whoever else uses it."""
+        assert value.source is not None
+        self.ledger.unfollowed.setdefault(value.source, reason)
+        for dim, coordinates in enumerate(value.fields):
+            indices = torch.unique(coordinates).tolist()
+            self.ledger.follow(value.source, dim, indices, [0] * len(indices))
+
+    def size_used_as_number(self, expression: Expression) -> None:
+        self.ledger.used_as_number(expression, self.modules[-1])
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self, model: nn.Module) -> Iterator[None]:
+        """Follow whatever `model` computes."""
+
+        def leave(*_: Any) -> None:
+            self.modules.pop()
+
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self.modules.append(name)))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.inference_mode(), _Functions(self), _Operations(self):
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+            for handle in handles:
+                handle.remove()
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.shape.__get__ or func is Tensor.size:  # type: ignore[attr-defined]
+            return self._shape(func, args, kwargs)
+        outer, self.tracer.written = self.tracer.written, (func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name.strip("_") in _ARITHMETIC:
+            for argument in args:
+                if isinstance(argument, Size):  # x * c: the size is used as a number
+                    self.tracer.size_used_as_number(argument.expression)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.tracer.written = outer
+
+    def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        value = self.tracer.activation(tensor)
+        if value is None:
+            return func(*args, **kwargs)
+        sizes: list[int] = list(tensor.shape)
+        for dim in value.varies():
+            rows = value.nodes.movedim(dim, 0).reshape(sizes[dim], -1)
+            sizes[dim] = Size(sizes[dim], Dimension(rows), self.tracer.size_used_as_number)
+        if func is Tensor.size and (len(args) > 1 or kwargs):
+            return sizes[args[1] if len(args) > 1 else kwargs["dim"]]
+        return Shape(sizes)
+
+
+_ARITHMETIC = frozenset(
+    "add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv pow rpow true_divide divide multiply".split()
+)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from slimstart.graph.rules import rule_for
+
+        kwargs, tracer = kwargs or {}, self.tracer
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if all(tracer.value(tensor) is None for tensor in tensors):
+            return func(*args, **kwargs)
+        rule = rule_for(func)
+        if rule is None and func._can_decompose():
+            tracer.decomposing += 1
+            try:
+                with self:
+                    return func.decompose(*args, **kwargs)
+            finally:
+                tracer.decomposing -= 1
+        arguments = _bind(func, args, kwargs)
+        result = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if rule is None:
+            tracer.keep_whole(tensors, f"operation {name} has no rule")
+        else:
+            rule(tracer, Call(name, arguments, result, tracer.written, func))
+        return result
