@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
+from scipy.optimize import nnls
 from torch import Tensor
 
 from slimstart.costs import CostTable, Polynomial
@@ -102,19 +102,20 @@ def estimator_moments(
 
 
 def nearest_by_qp(z: Sequence[float], filters: Sequence[int], limit: float) -> np.ndarray:
-    """min ||s - z||^2 subject to 0 <= s <= 1 and filters @ s <= limit, by a general solver; good to about 1e-6."""
-    target, normal = np.asarray(z), np.asarray(filters, dtype=float)
-    found = minimize(
-        lambda s: np.sum((s - target) ** 2),
-        x0=np.zeros_like(target),
-        jac=lambda s: 2 * (s - target),
-        bounds=[(0, 1)] * len(target),
-        constraints=[{"type": "ineq", "fun": lambda s: limit - normal @ s, "jac": lambda s: -normal}],
-        method="SLSQP",
-        options={"ftol": 1e-15, "maxiter": 1000},
-    )
-    assert found.success, found.message
-    return np.asarray(found.x)
+    """min ||s - z||^2 subject to 0 <= s <= 1 and filters @ s <= limit, by a general solver.
+
+    With x = s - z it is a least-distance problem, min ||x|| subject to G x >= h, which Lawson and Hanson (1974, ch. 23)
+    solve as one of non-negative least squares.
+    """
+    target, normal, identity = np.asarray(z, dtype=float), np.asarray(filters, dtype=float), np.eye(len(z))
+    G = np.vstack([identity, -identity, -normal])
+    h = np.concatenate([-target, target - 1, [normal @ target - limit]])
+    E = np.vstack([G.T, h])
+    f = np.zeros(len(target) + 1)
+    f[-1] = 1
+    multipliers, _ = nnls(E, f)
+    residual = E @ multipliers - f
+    return target - residual[:-1] / residual[-1]
 
 
 def nearest_by_breakpoints(z: Sequence[float], filters: Sequence[int], limit: float) -> np.ndarray:

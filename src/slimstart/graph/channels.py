@@ -22,10 +22,15 @@ from slimstart.costs import CostTable
 
 @dataclass(frozen=True)
 class Slice:
-    """One dimension of a named tensor: index i stays if event `axes[axis][i]` happens."""
+    """One dimension of a named tensor: index i stays if event `axes[axis][i]` happens.
+
+    Without ports a layer has to be as wide as the tensors around it: then `carried` is the axis, and the indices that
+    `axis` would drop are zeros.
+    """
 
     dim: int
     axis: int
+    carried: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,15 @@ class Port:
     dim: int
     carried: int
     live: int
+
+
+@dataclass(frozen=True)
+class Counter:
+    """An integer attribute of a module: `dense` minus the number of indices that are gone from its axis."""
+
+    axis: int
+    carried: int
+    dense: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,7 @@ class ChannelGraph:
         tensors: for every parameter and buffer that can shrink, its slices.
         axes: for every axis, the event (row of `costs.events`) of each index, -1 where always there.
         reads, writes: ports of layers on streams, by module name.
-        attributes: integer attributes that count channels, as {(module, attribute): (axis, dense value)}.
+        attributes: integer attributes that count channels, by module and name.
         filters: for every layer with filters, the unit of each (-1: always there).
         left_whole: {name: reason} for what was not followed or cannot shrink.
         costs: the cost table.
@@ -81,7 +95,7 @@ class ChannelGraph:
     axes: tuple[Tensor, ...]
     reads: Mapping[str, Port]
     writes: Mapping[str, Port]
-    attributes: Mapping[tuple[str, str], tuple[int, int]]
+    attributes: Mapping[tuple[str, str], Counter]
     filters: Mapping[str, Tensor]
     left_whole: Mapping[str, str]
     costs: CostTable

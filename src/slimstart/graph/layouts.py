@@ -9,13 +9,14 @@ each of its hyperplanes, and note the attribute; where none works, the channels 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from slimstart.graph.ledger import ZERO, Count, Layout, Presence, when_carried
-from slimstart.graph.sizes import Attribute, Dimension, Expression, evaluate
+from slimstart.graph.sizes import Attribute, Dimension, Expression, evaluate, leaves
 
 if TYPE_CHECKING:
     from slimstart.graph.solve import Solver
@@ -40,9 +41,9 @@ class LayoutSolver:
         while any([self._violated(layout) for layout in ledger.layouts] + [self._miscounts(c) for c in ledger.counts]):
             pass
 
-    def attribute_presences(self) -> dict[Attribute, list[Presence]]:
+    def attribute_presences(self) -> dict[Attribute, tuple[Presence, ...]]:
         """For every attribute to change, when each of the things that it counts exists."""
-        return {attribute: [when_carried(row[0]) for row in rows] for attribute, rows in self.slots.items()}
+        return {attribute: tuple(when_carried(row[0]) for row in rows) for attribute, rows in self.slots.items()}
 
     # --- what is gone, and what a size is then -----------------------------------------------------------------------
 
@@ -74,30 +75,29 @@ class LayoutSolver:
 
     def _choose(self, layout: Layout) -> None:
         candidates = _candidates(layout)
-        everything = layout.nodes.reshape(-1).tolist()
-        if not self._removable(everything):
+        if not self._removable(layout.nodes.reshape(-1).tolist()):
             return
         rows = {dim: _rows(layout.nodes, dim) for dim in candidates}
         # A dimension whose hyperplanes are units already costs nothing.
-        candidates.sort(key=lambda dim: sum(len({self.solver.exists(2 * n) for n in row}) > 1 for row in rows[dim]))
+        candidates.sort(key=lambda dim: sum(len({self.solver.exists(when_carried(n)) for n in row}) > 1 for row in rows[dim]))
         for dim in candidates:
             expression = layout.sizes[dim]
             trial: dict[Attribute, Rows] = {}
             if isinstance(expression, Attribute) and expression not in self.solver.fixed_attributes:
                 trial[expression] = self.slots.get(expression, rows[dim])
-            if all(self._fits(layout, dim, rows[dim], probe, trial) for probe in (rows[dim][0], rows[dim][-1])):
+            probes = [self._removable(row) for row in (rows[dim][0], rows[dim][-1])]
+            if all(self._sizes_fit(layout, dim, rows[dim], removed, trial) for removed in probes):
                 for row in rows[dim]:
                     self.solver.equalise(map(when_carried, row), layout.reason)
                 for attribute, slots in trial.items():
                     self._register(attribute, slots, rows[dim], layout.reason)
                 return
-        self.solver.freeze_nodes(everything, layout.reason)
+        self._give_up(layout.nodes.reshape(-1).tolist(), layout.sizes, layout.reason)
 
-    def _fits(self, layout: Layout, dim: int, rows: Rows, probe: Sequence[int], trial: dict[Attribute, Rows]) -> bool:
-        """Whether all sizes come out right once the hyperplane `probe` is gone."""
-        removed = self._removable(probe)
-        if not removed:
-            return True
+    def _sizes_fit(
+        self, layout: Layout, dim: int | None, rows: Rows, removed: set[int], trial: dict[Attribute, Rows]
+    ) -> bool:
+        """Whether all sizes come out right once these filters are gone: along `dim` fewer, elsewhere the same."""
         gone = sum(self._gone(row, removed) for row in rows)
         for other, expression in enumerate(layout.sizes):
             if expression is not None:
@@ -115,25 +115,40 @@ class LayoutSolver:
             self.solver.equalise(map(when_carried, (*slot, *row)), reason)
         return None
 
+    def _give_up(self, nodes: Iterable[int], sizes: Iterable[Expression | int | None], reason: str) -> None:
+        """Freeze the channels of a reshape that cannot follow, and those on which its sizes depend."""
+        self.solver.freeze_nodes([*nodes, *self._nodes_behind(sizes)], reason)
+
+    def _nodes_behind(self, sizes: Iterable[Expression | int | None]) -> list[int]:
+        nodes: list[int] = []
+        for leaf in (leaf for size in sizes if size is not None for leaf in leaves(size)):
+            if isinstance(leaf, Dimension):
+                nodes += leaf.nodes.reshape(-1).tolist()
+            else:
+                nodes += [node for row in self.slots.get(leaf, []) for node in row]
+        return nodes
+
     def _violated(self, layout: Layout) -> bool:
         """Freeze the channels of a layout that no longer works; returns whether something changed."""
         nodes = layout.nodes.reshape(-1).tolist()
-        roots = self._removable(nodes)
-        for root in sorted(roots)[:: max(1, len(roots) // 3)]:
-            gone = layout.nodes.clone().apply_(lambda n, root=root: self._gone([n], {root}))
-            if bool(gone.any()) and not self._rectangular(layout, gone, root):
-                self.solver.freeze_nodes(nodes, layout.reason)
-                return True
+        for root in _some(self._removable(nodes)) + _some(self._removable(self._nodes_behind(layout.sizes))):
+            if root in self.solver.frozen or self._rectangular(layout, {root}):
+                continue
+            self._give_up(nodes, layout.sizes, layout.reason)
+            return True
         return False
 
-    def _rectangular(self, layout: Layout, gone: Tensor, root: int) -> bool:
+    def _rectangular(self, layout: Layout, removed: set[int]) -> bool:
+        """Whether what is gone is whole hyperplanes along one dimension, and the sizes say the same."""
+        known: dict[int, bool] = {}
+        flat = [known.setdefault(n, self._gone([n], removed)) for n in layout.nodes.reshape(-1).tolist()]
+        gone = torch.tensor(flat).view(layout.nodes.shape)
+        if not bool(gone.any()):
+            return self._sizes_fit(layout, None, [], removed, {})
         for dim in _candidates(layout):
-            if not layout.nodes.shape[dim] > 1:
-                continue
             along = gone.movedim(dim, 0).reshape(gone.shape[dim], -1)
             if bool((along == along[:, :1]).all()):
-                rows = _rows(layout.nodes, dim)
-                return self._fits(layout, dim, rows, rows[int(along[:, 0].argmax())], {})
+                return self._sizes_fit(layout, dim, _rows(layout.nodes, dim), removed, {})
         return False
 
     # --- counts ------------------------------------------------------------------------------------------------------
@@ -141,18 +156,23 @@ class LayoutSolver:
     def _count(self, count: Count) -> None:
         expression = count.size
         if isinstance(expression, Attribute) and expression not in self.solver.fixed_attributes:
-            rows = [[node] for node in count.nodes]
+            rows = [list(row) for row in count.rows]
             if expression.value == len(rows):
                 self._register(expression, self.slots.get(expression, rows), rows, count.reason)
 
     def _miscounts(self, count: Count) -> bool:
-        roots = self._removable(count.nodes)
-        for root in sorted(roots)[:: max(1, len(roots) // 3)]:
-            gone = sum(self._gone([node], {root}) for node in count.nodes)
+        nodes = [node for row in count.rows for node in row]
+        for root in _some(self._removable(nodes)) + _some(self._removable(self._nodes_behind([count.size]))):
+            gone = sum(self._gone(row, {root}) for row in count.rows)
             if self._size(count.size, {root}, {}) != self._size(count.size, set(), {}) - gone:
-                self.solver.freeze_nodes(count.nodes, count.reason)
+                self._give_up(nodes, [count.size], count.reason)
                 return True
         return False
+
+
+def _some(roots: set[int]) -> list[int]:
+    """A few of many."""
+    return sorted(roots)[:: max(1, len(roots) // 3)]
 
 
 def _candidates(layout: Layout) -> list[int]:

@@ -62,9 +62,9 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """The user's forward says `size` where it means the number of these channels (a split, a slice)."""
+    """The user's forward says `size` where it means the number of these rows of channels (a split, a slice)."""
 
-    nodes: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
     size: Expression | int
     reason: str
 
@@ -134,11 +134,16 @@ class Ledger:
     reads: dict[str, PortNote] = field(default_factory=dict)
     writes: dict[str, PortNote] = field(default_factory=dict)
     layer_attributes: dict[tuple[str, str], tuple[Presence, ...]] = field(default_factory=dict)
+    same_width: list[tuple[int, int]] = field(default_factory=list)  # in and out of layers within channels
     numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes used as numbers
     unfollowed: dict[str, str] = field(default_factory=dict)  # module or parameter -> reason
 
     def __post_init__(self) -> None:
-        self._exact_twin: dict[int, int] = {}
+        # What was seen before gives the same node again: in the second run, and where a module is called twice.
+        self._twins: dict[int, int] = {}
+        self._sums: dict[tuple[int, int], int] = {}
+        self._layer_outputs: dict[tuple[str, int, int], int] = {}
+        self._written: dict[tuple[str, int, bool], dict[int, int]] = defaultdict(dict)
         for live in (None, frozenset[int]()):
             self.new_node(live, exact=False)
 
@@ -160,29 +165,49 @@ class Ledger:
             self.atoms.parent.extend(range(first, first + size))
             self.writers[parameter, dim] = range(first, first + size)
         atoms = self.writers[parameter, dim]
-        indices = tuple(indices)
-        nodes = [self.new_node(frozenset({atoms[index]}), exact) for index in indices]
+        indices, known = tuple(indices), self._written[parameter, dim, exact]
+        for index in indices:
+            if index not in known:
+                known[index] = self.new_node(frozenset({atoms[index]}), exact)
+        nodes = [known[index] for index in indices]
         self.follow(parameter, dim, indices, [when_live(node) for node in nodes])
         return nodes
 
+    def layer_output(self, module: str, index: int, node: int) -> int:
+        """The node that a layer within channels writes at `index`, from `node`."""
+        if node <= ZERO:
+            return node
+        key = (module, index, node)
+        if key not in self._layer_outputs:
+            self._layer_outputs[key] = self.new_node(self.live[node], exact=False)
+            self.same_width.append((node, self._layer_outputs[key]))
+        return self._layer_outputs[key]
+
     def follow(self, name: str, dim: int, indices: Iterable[int], presences: Iterable[Presence]) -> None:
         """Indices of a named tensor's dimension exist when the given channels do."""
-        self.entries[name, dim].append((tuple(indices), tuple(presences)))
+        entry = (tuple(indices), tuple(presences))
+        if entry not in self.entries[name, dim]:
+            self.entries[name, dim].append(entry)
 
     def pass_on(self, node: int, zero_preserving: bool) -> int:
         """The node behind an operation within one channel."""
         if zero_preserving or node <= ZERO or self.live[node] is None or self.exact[node]:
             # a padded zero that turns into something else is a constant
             return CONSTANT if node == ZERO and not zero_preserving else node
-        if node not in self._exact_twin:
-            self._exact_twin[node] = self.new_node(self.live[node], exact=True, like=node)
-        return self._exact_twin[node]
+        if node not in self._twins:
+            self._twins[node] = self.new_node(self.live[node], exact=True, like=node)
+        return self._twins[node]
 
     def added(self, first: int, second: int) -> int:
         """The node of a sum."""
+        pair = (min(first, second), max(first, second))
+        if pair not in self._sums:
+            self._sums[pair] = self._added(*pair)
+        return self._sums[pair]
+
+    def _added(self, first: int, second: int) -> int:
         if first == second:
             return first
-        first, second = sorted((first, second))
         if first == ZERO:
             self.whole.setdefault(second, "zero channels are padded to it")
             return second

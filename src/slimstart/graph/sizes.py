@@ -56,6 +56,15 @@ def evaluate(expression: Expression | int, leaf: Callable[[Dimension | Attribute
     return leaf(expression)
 
 
+def leaves(expression: Expression | int) -> list[Dimension | Attribute]:
+    """The dimensions and attributes on which an expression depends."""
+    if isinstance(expression, int):
+        return []
+    if isinstance(expression, Arithmetic):
+        return leaves(expression.left) + leaves(expression.right)
+    return [expression]
+
+
 class Size(int):
     """An `int` with an expression. Integer arithmetic keeps the expression, anything else loses it."""
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.layouts import LayoutSolver
-from slimstart.graph.ledger import ZERO, Ledger, Presence
-from slimstart.graph.sizes import Arithmetic, Attribute, Dimension, Expression
+from slimstart.graph.ledger import CONSTANT, ZERO, Ledger, Presence, when_carried
+from slimstart.graph.sizes import Attribute, leaves
 from slimstart.graph.tables import write_graph
 
 Atoms = frozenset[int]
@@ -31,6 +31,7 @@ class Solver:
         self.frozen: dict[int, str] = {}  # root atom -> reason
         self.fixed_attributes: set[Attribute] = set()
         self.carried: dict[int, Atoms | None] = {}  # root of carriers -> the atoms that write it; None: always there
+        self._known: dict[Presence, Atoms | None] = {}  # what `exists` has answered since the last tie or freeze
         self._solve_carriers()
 
     # --- the three verbs -------------------------------------------------------------------------------------------
@@ -38,7 +39,10 @@ class Solver:
     def freeze(self, atoms: Iterable[int], reason: str) -> None:
         """These filters are always kept."""
         for atom in atoms:
-            self.frozen.setdefault(self.atoms.find(atom), reason)
+            root = self.atoms.find(atom)
+            if root not in self.frozen:
+                self.frozen[root] = reason
+                self._known.clear()
 
     def tie(self, atoms: Iterable[int]) -> None:
         """These filters are kept or dropped together."""
@@ -49,11 +53,17 @@ class Solver:
                 reason = self.frozen.pop(one, None) or self.frozen.pop(other, None)
                 self.frozen.pop(other, None)
                 root = self.atoms.union(one, other)
+                self._known.clear()
                 if reason is not None:
                     self.frozen[root] = reason
 
     def exists(self, presence: Presence) -> Atoms | None:
         """The (tied) filters of which one must be kept for the channel to exist; None: it always does."""
+        if presence not in self._known:
+            self._known[presence] = self._exists(presence)
+        return self._known[presence]
+
+    def _exists(self, presence: Presence) -> Atoms | None:
         node, live = divmod(presence, 2)
         if node <= ZERO:
             return None
@@ -121,32 +131,37 @@ class Solver:
                     self.freeze_nodes(leaf.nodes.reshape(-1).tolist(), reason)
         for presences in ledger.together:
             self.equalise(presences, "it is tied to channels that are always there")
-        for name, dim in ledger.entries:
-            for presences in index_presences(ledger, name, dim).values():
-                self.equalise(presences, f"{name} is used in a way that keeps it whole")
+        for (name, dim), entries in ledger.entries.items():
+            if len(entries) > 1 or len(set(entries[0][0])) < len(entries[0][0]):
+                for presences in index_presences(ledger, name, dim).values():
+                    self.equalise(presences, f"{name} is used in a way that keeps it whole")
 
     def freeze_nodes(self, nodes: Iterable[int], reason: str) -> None:
         """Whatever writes the carriers of these nodes is always kept."""
         for node in set(nodes):
             if node > ZERO:
-                self.freeze(self.exists(2 * node) or (), reason)
+                self.freeze(self.exists(when_carried(node)) or (), reason)
 
 
-def leaves(expression: Expression | int) -> list[Dimension | Attribute]:
-    if isinstance(expression, int):
-        return []
-    if isinstance(expression, Arithmetic):
-        return leaves(expression.left) + leaves(expression.right)
-    return [expression]
-
-
-def index_presences(ledger: Ledger, name: str, dim: int) -> dict[int, list[Presence]]:
+def index_presences(ledger: Ledger, name: str, dim: int) -> dict[int, tuple[Presence, ...]]:
     """For every index of a dimension of a named tensor, the channels it belongs to."""
-    found: dict[int, list[Presence]] = defaultdict(list)
-    for indices, presences in ledger.entries[name, dim]:
+    entries = ledger.entries[name, dim]
+    if all(indices == entries[0][0] for indices, _ in entries):  # nearly always
+        return dict(zip(entries[0][0], zip(*(presences for _, presences in entries), strict=True), strict=True))
+    found: dict[int, tuple[Presence, ...]] = defaultdict(tuple)
+    for indices, presences in entries:
         for index, presence in zip(indices, presences, strict=True):
-            found[index].append(presence)
+            found[index] += (presence,)
     return found
+
+
+def axis_presences(ledger: Ledger, name: str, dim: int, size: int) -> tuple[Presence, ...]:
+    """When each index of a dimension of a named tensor exists; indices that nobody uses always do."""
+    entries = ledger.entries[name, dim]
+    if entries[0][0] == tuple(range(size)):
+        return entries[0][1]
+    channels = index_presences(ledger, name, dim)
+    return tuple(channels[i][0] if i in channels else CONSTANT for i in range(size))
 
 
 def _guarantee_channels(solver: Solver, axes: Sequence[Sequence[Presence]]) -> dict[int, int]:
@@ -190,12 +205,12 @@ def solve(ledger: Ledger, model: nn.Module, reasons: Mapping[str, str]) -> Chann
     solver.settle_notes()
     layouts = LayoutSolver(solver)
     layouts.solve()
-    axes: dict[tuple[Presence, ...], None] = {}
-    for name, dim in ledger.entries:
-        axes[tuple(p[0] for _, p in sorted(index_presences(ledger, name, dim).items()))] = None
+    sizes = {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
+    tensors = {(name, dim): axis_presences(ledger, name, dim, sizes[name][dim]) for name, dim in ledger.entries}
+    axes = dict.fromkeys(tensors.values())
     for note in (*ledger.reads.values(), *ledger.writes.values()):
-        axes[tuple(2 * node for node in note.nodes)] = None
+        axes[tuple(map(when_carried, note.nodes))] = None
     for cost in ledger.costs:
         axes.update(dict.fromkeys(cost.factors))
     groups = _guarantee_channels(solver, list(axes))
-    return write_graph(solver, groups, layouts.attribute_presences(), model)
+    return write_graph(solver, groups, tensors, layouts.attribute_presences(), model)

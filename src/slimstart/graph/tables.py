@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+import collections
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from slimstart.costs import CostTable, Factor, Polynomial, Term
-from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, Slice
-from slimstart.graph.ledger import Presence, PortNote, when_carried, when_live
+from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
+from slimstart.graph.ledger import ZERO, PortNote, Presence, UnionFind, when_carried, when_live
 from slimstart.graph.sizes import Attribute
 
 if TYPE_CHECKING:
@@ -27,27 +28,56 @@ class Tables:
         self.events: dict[frozenset[int], int] = {}
         self.axes: dict[tuple[int, ...], int] = {}
         self.factors: dict[tuple[int, ...], int] = {}
+        # Remembered, because a network names the same channels many times over.
+        self._event_of: dict[Presence, int] = {}
+        self._events_of: dict[tuple[Presence, ...], tuple[int, ...]] = {}
+        self._carried_axis_of: dict[tuple[Presence, ...], int] = {}
+        self._carried_event_of: dict[int, int] = {}
+        self._without_ports = _carriers_without_ports(solver)
 
     def event(self, presence: Presence) -> int:
         """The event on which a channel depends; -1 if it always exists."""
-        roots = self.solver.exists(presence)
+        if presence not in self._event_of:
+            self._event_of[presence] = self._event(self.solver.exists(presence))
+        return self._event_of[presence]
+
+    def _event(self, roots: frozenset[int] | None) -> int:
         if roots is None:
             return -1
         return self.events.setdefault(frozenset(self.unit_of[root] for root in roots), len(self.events))
 
-    def axis(self, presences: Iterable[Presence]) -> int | None:
-        """The axis of these channels; None if all of them always exist."""
-        events = tuple(map(self.event, presences))
-        if all(event < 0 for event in events):
-            return None
-        return self.axes.setdefault(events, len(self.axes))
+    def _carried_event(self, node: int) -> int:
+        if node not in self._carried_event_of:
+            find, carried = self._without_ports
+            atoms = carried[find(node)] if node > ZERO else None
+            roots = frozenset(map(self.solver.atoms.find, atoms)) if atoms is not None else None
+            always = roots is None or any(root in self.solver.frozen for root in roots)
+            self._carried_event_of[node] = self._event(None if always else roots)
+        return self._carried_event_of[node]
 
-    def term(self, coefficient: int, factors: Iterable[Sequence[Presence]]) -> Term | int:
+    def _events(self, presences: tuple[Presence, ...]) -> tuple[int, ...]:
+        if presences not in self._events_of:
+            self._events_of[presences] = tuple(map(self.event, presences))
+        return self._events_of[presences]
+
+    def axis(self, presences: tuple[Presence, ...]) -> int | None:
+        """The axis of these channels; None if all of them always exist."""
+        events = self._events(presences)
+        return None if max(events, default=-1) < 0 else self.axes.setdefault(events, len(self.axes))
+
+    def carried_axis(self, presences: tuple[Presence, ...]) -> int:
+        """The axis of the tensors that carry these channels, if no layer had a port."""
+        if presences not in self._carried_axis_of:
+            events = tuple(self._carried_event(presence // 2) for presence in presences)
+            self._carried_axis_of[presences] = self.axes.setdefault(events, len(self.axes))
+        return self._carried_axis_of[presences]
+
+    def term(self, coefficient: int, factors: Iterable[tuple[Presence, ...]]) -> Term | int:
         """A cost term, or a plain number where nothing of it can change."""
         chosen = []
         for presences in factors:
-            events = tuple(map(self.event, presences))
-            if all(event < 0 for event in events):
+            events = self._events(presences)
+            if max(events, default=-1) < 0:
                 coefficient *= len(events)
             else:
                 chosen.append(self.factors.setdefault(events, len(self.factors)))
@@ -61,7 +91,7 @@ class Tables:
     def factor_list(self) -> tuple[Factor, ...]:
         factors = []
         for events in self.factors:
-            counts = Counter(events)
+            counts = collections.Counter(events)
             offset = counts.pop(-1, 0)
             kinds = (torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values()), dtype=torch.int64))
             factors.append(Factor(offset, *kinds))
@@ -69,7 +99,7 @@ class Tables:
 
 
 def _polynomial(terms: Iterable[Term | int]) -> Polynomial:
-    constant, kept = 0, Counter[tuple[int, ...]]()
+    constant, kept = 0, collections.Counter[tuple[int, ...]]()
     for term in terms:
         if isinstance(term, int):
             constant += term
@@ -84,34 +114,38 @@ def layer_name(parameter: str) -> str:
 
 
 def write_graph(
-    solver: Solver, groups: dict[int, int], attributes: dict[Attribute, list[Presence]], model: nn.Module
+    solver: Solver,
+    groups: dict[int, int],
+    channels: dict[tuple[str, int], tuple[Presence, ...]],
+    attributes: dict[Attribute, tuple[Presence, ...]],
+    model: nn.Module,
 ) -> ChannelGraph:
-    """The graph, from what the solver found; `groups` maps every root atom that can go to its group."""
-    from slimstart.graph.solve import index_presences
+    """The graph, from what the solver found.
 
+    Args:
+        groups: the group of every root atom that can go.
+        channels: for dimensions of named tensors, when each index exists.
+        attributes: for attributes of the user's modules, when each thing that they count exists.
+    """
     ledger, find = solver.ledger, solver.atoms.find
     roots = sorted(groups, key=lambda root: (groups[root], root))
     unit_of = {root: unit for unit, root in enumerate(roots)}
     tables = Tables(solver, unit_of)
 
     tensors: dict[str, list[Slice]] = defaultdict(list)
-    sizes = {name: tensor.shape for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    dimensions: dict[str, dict[int, list[Presence]]] = defaultdict(dict)
-    for name, dim in ledger.entries:
-        channels = index_presences(ledger, name, dim)
-        presences = [channels[i][0] if i in channels else 0 for i in range(sizes[name][dim])]
+    dimensions: dict[str, dict[int, tuple[Presence, ...]]] = defaultdict(dict)
+    for (name, dim), presences in channels.items():
         if (axis := tables.axis(presences)) is not None:
-            tensors[name].append(Slice(dim, axis))
+            tensors[name].append(Slice(dim, axis, tables.carried_axis(presences)))
             dimensions[name][dim] = presences
     reads = _ports(tables, ledger.reads)
     writes = _ports(tables, ledger.writes)
-    counted: dict[tuple[str, str], tuple[int, int]] = {}
-    for (module, attribute), presences_ in ledger.layer_attributes.items():
-        if (axis := tables.axis(presences_)) is not None:
-            counted[module, attribute] = (axis, len(presences_))
-    for leaf, presences in attributes.items():
-        if (axis := tables.axis(presences)) is not None:
-            counted[leaf.module, leaf.name] = (axis, leaf.value)
+    counted: dict[tuple[str, str], Counter] = {}
+    layers = {key: (found, len(found)) for key, found in ledger.layer_attributes.items()}
+    users = {(leaf.module, leaf.name): (found, leaf.value) for leaf, found in attributes.items()}
+    for key, (found, dense) in (layers | users).items():
+        if (axis := tables.axis(found)) is not None:
+            counted[key] = Counter(axis, tables.carried_axis(found), dense)
 
     flops = [(tables.term(note.coefficient, note.factors), note) for note in ledger.costs]
     params: list[Term | int] = []
@@ -121,22 +155,23 @@ def write_graph(
         for dim, size in enumerate(parameter.shape):
             rest *= 1 if dim in cut else size
         params.append(tables.term(rest, cut.values()))
-    dense = [note.coefficient * _product(map(len, note.factors)) for _, note in flops]
-    shrinking = sum(d for d, (term, _) in zip(dense, flops, strict=True) if isinstance(term, Term))
+    totals = [note.coefficient * _product(map(len, note.factors)) for _, note in flops]
+    shrinking = sum(d for d, (term, _) in zip(totals, flops, strict=True) if isinstance(term, Term))
 
     filters = {}
     members: dict[int, list[str]] = defaultdict(list)
     unit_filters = [0] * len(roots)
     for (parameter, _), atoms in ledger.writers.items():
-        units = [unit_of.get(find(atom), -1) for atom in atoms]
-        filters[layer_name(parameter)] = torch.tensor(units, dtype=torch.int64)
-        for unit in units:
+        kept = [unit_of.get(find(atom), -1) for atom in atoms]
+        filters[layer_name(parameter)] = torch.tensor(kept, dtype=torch.int64)
+        for unit in kept:
             if unit >= 0:
                 unit_filters[unit] += 1
-        for group in {groups[roots[unit]] for unit in units if unit >= 0}:
+        for group in {groups[roots[unit]] for unit in kept if unit >= 0}:
             members[group].append(layer_name(parameter))
     labels = sorted(members)
-    unit_group = torch.tensor([labels.index(groups[root]) for root in roots], dtype=torch.int64)
+    position = {label: number for number, label in enumerate(labels)}
+    unit_group = torch.tensor([position[groups[root]] for root in roots], dtype=torch.int64)
     costs = CostTable(
         unit_group=unit_group,
         unit_filters=torch.tensor(unit_filters, dtype=torch.int64),
@@ -145,48 +180,67 @@ def write_graph(
         flops=_polynomial(term for term, _ in flops),
         params=_polynomial(params),
     )
-    found = []
-    for number, label in enumerate(labels):
-        units = [unit for unit, root in enumerate(roots) if groups[root] == label]
-        layers = tuple(dict.fromkeys(members[label]))
-        total = sum(unit_filters[unit] for unit in units)
-        found.append(ChannelGroup(layers[0], range(units[0], units[-1] + 1), layers, total))
-        assert len(units) == len(found[number].units)
+    channel_groups = []
+    start = 0
+    for label, size in zip(labels, torch.bincount(unit_group).tolist() if roots else [], strict=True):
+        names = tuple(dict.fromkeys(members[label]))
+        units = range(start, start + size)  # roots are sorted by group
+        channel_groups.append(ChannelGroup(names[0], units, names, sum(unit_filters[start : start + size])))
+        start += size
     return ChannelGraph(
         coupling=ledger.coupling,
-        groups=tuple(found),
+        groups=tuple(channel_groups),
         tensors={name: tuple(slices) for name, slices in tensors.items()},
         axes=tuple(torch.tensor(axis, dtype=torch.int64) for axis in tables.axes),
         reads=reads,
         writes=writes,
         attributes=counted,
         filters=filters,
-        left_whole=_left_whole(solver, tensors),
+        left_whole=_left_whole(solver, tensors, model),
         costs=costs,
-        coverage=shrinking / max(1, sum(dense)),
+        coverage=shrinking / max(1, sum(totals)),
     )
+
+
+def _carriers_without_ports(solver: Solver) -> tuple[Callable[[int], int], dict[int, frozenset[int] | None]]:
+    """Carriers as they would be if a layer within channels had to be as wide on both sides."""
+    merged = UnionFind()
+    merged.parent = list(solver.ledger.carriers.parent)
+    for first, second in solver.ledger.same_width:
+        merged.union(first, second)
+    written: dict[int, set[int]] = defaultdict(set)
+    always: set[int] = set()
+    for carrier, atoms in solver.carried.items():
+        root = merged.find(carrier)
+        written[root] |= atoms or set()
+        if atoms is None:
+            always.add(root)
+    roots = {merged.find(node) for node in range(len(merged.parent))}
+    return merged.find, {r: None if r in always else frozenset(written[r]) for r in roots}
 
 
 def _ports(tables: Tables, notes: dict[str, PortNote]) -> dict[str, Port]:
     """Ports of layers that see other channels than the tensor carries."""
     ports = {}
     for module, note in notes.items():
-        carried = tables.axis(map(when_carried, note.nodes))
-        live = tables.axis(map(when_live, note.nodes))
+        carried = tables.axis(tuple(map(when_carried, note.nodes)))
+        live = tables.axis(tuple(map(when_live, note.nodes)))
         if carried != live:
             always = tables.axes.setdefault((-1,) * len(note.nodes), len(tables.axes))
             ports[module] = Port(note.dim, always if carried is None else carried, always if live is None else live)
     return ports
 
 
-def _left_whole(solver: Solver, tensors: dict[str, list[Slice]]) -> dict[str, str]:
+def _left_whole(solver: Solver, tensors: dict[str, list[Slice]], model: nn.Module) -> dict[str, str]:
+    """Layers none of whose filters can go, and whatever else was not followed, each with its reason."""
+    known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     reasons: dict[str, str] = {}
     for (parameter, _), atoms in solver.ledger.writers.items():
         roots = {solver.atoms.find(atom) for atom in atoms}
         if roots <= solver.frozen.keys():
             reasons[layer_name(parameter)] = solver.frozen[min(roots)]
     for name, reason in solver.ledger.unfollowed.items():
-        if name not in tensors:
+        if name not in tensors and name in known:
             reasons.setdefault(layer_name(name), reason)
     return reasons
 

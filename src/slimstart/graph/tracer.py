@@ -234,10 +234,12 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.shape.__get__ or func is Tensor.size:  # type: ignore[attr-defined]
+        if func == Tensor.shape.__get__ or func == Tensor.size:  # type: ignore[attr-defined]
             return self._shape(func, args, kwargs)
         outer, self.tracer.written = self.tracer.written, (func, args, kwargs)
         name = getattr(func, "__name__", "")
+        if name in _ESCAPES:
+            self.tracer.keep_whole(args[:1], f"it leaves PyTorch ({name})")
         if name.strip("_") in _ARITHMETIC:
             for argument in args:
                 if isinstance(argument, Size):  # x * c: the size is used as a number
@@ -256,7 +258,7 @@ class _Functions(TorchFunctionMode):
         for dim in value.varies():
             rows = value.nodes.movedim(dim, 0).reshape(sizes[dim], -1)
             sizes[dim] = Size(sizes[dim], Dimension(rows), self.tracer.size_used_as_number)
-        if func is Tensor.size and (len(args) > 1 or kwargs):
+        if func == Tensor.size and (len(args) > 1 or kwargs):
             return sizes[args[1] if len(args) > 1 else kwargs["dim"]]
         return Shape(sizes)
 
@@ -266,7 +268,21 @@ _ARITHMETIC = frozenset(
 )
 
 
+_ESCAPES = frozenset({"numpy", "__array__", "tolist", "__dlpack__", "data_ptr"})
+_COSTLY = frozenset(
+    "matmul einsum linear mm addmm bmm baddbmm conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d "
+    "conv_transpose3d scaled_dot_product_attention tensordot inner mv dot".split()
+)  # counted even where nothing in them can shrink
+
+
+_RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
+
+
 class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping would import the compiler: a second or two
+
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
@@ -276,8 +292,11 @@ class _Operations(TorchDispatchMode):
 
         kwargs, tracer = kwargs or {}, self.tracer
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        if all(tracer.value(tensor) is None for tensor in tensors):
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _COSTLY and all(tracer.value(tensor) is None for tensor in tensors):
             return func(*args, **kwargs)
+        if name in _RECURRENT:  # PyTorch's module compares sizes with attributes of its own
+            tracer.keep_whole(tensors, f"it enters a recurrent layer ({name})")
         rule = rule_for(func)
         if rule is None and func._can_decompose():
             tracer.decomposing += 1
@@ -288,7 +307,6 @@ class _Operations(TorchDispatchMode):
                 tracer.decomposing -= 1
         arguments = _bind(func, args, kwargs)
         result = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
         if rule is None:
             tracer.keep_whole(tensors, f"operation {name} has no rule")
         else:

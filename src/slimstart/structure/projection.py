@@ -27,6 +27,7 @@ from slimstart.structure.budgets import BoundBudget, BoundChannels
 
 Direction = Literal["uniform", "gradient"]
 
+EPS = torch.finfo(torch.float64).eps
 # A projected point costs between (1 - TOLERANCE) * limit and limit.
 TOLERANCE = 1e-10
 # In direction "gradient", units flatter than this fraction of the steepest count as free of cost.
@@ -85,10 +86,11 @@ def _euclidean(z: Tensor, budget: BoundChannels) -> Tensor:
     The left side is piecewise linear and falling. Newton's method within a bracket meets the right piece after a few
     steps, and then the root to the last bit.
     """
-    f, rounding = budget.filters, 4 * torch.finfo(torch.float64).eps * budget.limit
+    f, rounding = budget.filters, 4 * EPS * budget.limit
     feasible = torch.where(f > 0, 0.0, z.clamp(0, 1))
     low, high, v = 0.0, float((z / f)[f > 0].max()), 0.0
-    while math.nextafter(low, math.inf) < high:
+    nudge = resolution = EPS * max(high, 1.0)  # finer differences of v move no s
+    while high - low > resolution:
         y = z - v * f
         s = y.clamp(0, 1)
         excess = float(budget.expected(s)) - budget.limit
@@ -100,8 +102,9 @@ def _euclidean(z: Tensor, budget: BoundChannels) -> Tensor:
                 break
         slope = float((f * f)[(y > 0) & (y <= 1)].sum())
         step = v + excess / slope if slope > 0 else v
-        if step == v:  # the residual is rounding: one bit further
-            step = math.nextafter(v, high if excess > 0 else low)
+        if abs(step - v) < nudge:
+            # The residual is the rounding of the sum. Steps that double cross it soon, and overshoot by as little.
+            step, nudge = v + math.copysign(nudge, excess), 2 * nudge
         v = step if low < step < high else (low + high) / 2
     return feasible
 
@@ -128,11 +131,12 @@ def _root(residual: Callable[[float], float], at_zero: float, high: float, guess
     """A v in (0, high] with -tolerance <= residual(v) <= tolerance, for a falling function with residual(0) > 0.
 
     Secant steps, within a bracket that is halved whenever three of them have not done so. Where the tolerance is finer
-    than the floats around v, the end of the bracket with the smaller residual.
+    than the resolution of v, the end of the bracket with the smaller residual.
     """
     low, v_old, r_old = 0.0, 0.0, at_zero
     v, size, steps = guess if 0 < guess < high else high / 2, high, 0
-    while math.nextafter(low, math.inf) < high:
+    resolution = EPS * max(high, 1.0)
+    while high - low > resolution:
         r = residual(v)
         if abs(r) <= tolerance:
             return v

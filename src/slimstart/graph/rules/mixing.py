@@ -216,6 +216,12 @@ def embedding(tracer: Tracer, call: Call) -> None:
 def batched_product(tracer: Tracer, call: Call) -> None:
     first, second = call.arguments.get("batch1", call["self"]), call.arguments.get("batch2", call.arguments.get("mat2"))
     total = first.numel() * second.shape[-1]
+    if call.name == "bmm" and first.shape[0] == 1 and (tracer.parameter(first) is None) != (tracer.parameter(second) is None):
+        if tracer.parameter(second) is not None:  # one matrix for the whole batch, as einsum writes it
+            found = mix(tracer, first, 2, second, (2, 1), None, call.result)
+        else:
+            found = mix(tracer, second, 1, first, (1, 2), None, call.result)
+        return _cost(tracer, total, *(found or ()))
     if call.name == "baddbmm" or tracer.parameter(first) is not None or tracer.parameter(second) is not None:
         tracer.keep_whole([call["self"], first, second], "a product that is not followed")
         return _cost(tracer, total)

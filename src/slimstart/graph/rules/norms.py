@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from slimstart.graph.ledger import Presence, when_carried, when_live
+from slimstart.graph.ledger import Layout, Presence, when_carried, when_live
 from slimstart.graph.rules.pointwise import changed
 from slimstart.graph.rules.registry import rule
 from slimstart.graph.tracer import Call, Tracer
@@ -48,10 +48,9 @@ def per_channel_layer(
         outputs = [ledger.pass_on(nodes[i], zero_preserving=False) for i in sources]
         when = when_carried
     else:
-        outputs = [nodes[i] if nodes[i] <= 1 else ledger.new_node(ledger.live[nodes[i]], exact=False) for i in sources]
+        outputs = [ledger.layer_output(module, out, nodes[i]) for out, i in enumerate(sources)]
         when = when_live
-        negative = dim - tensor.dim()
-        ledger.port(ledger.reads, module, negative, nodes)
+        ledger.port(ledger.reads, module, dim - tensor.dim(), nodes)
         ledger.port(ledger.writes, module, dim - result.dim(), outputs)
     presences = [when(nodes[i]) for i in sources]
     for value in values:
@@ -105,7 +104,11 @@ def layer_norm(tracer: Tracer, call: Call) -> None:
     if value is None:
         return tracer.keep_whole([tensor], "it is normalised")
     first = tensor.dim() - len(call["normalized_shape"])
-    if any(dim >= first for dim in value.varies()):
+    over = [dim for dim in value.varies() if dim >= first]
+    if over and len(over) < len(value.varies()):  # within heads: they go as wholes
+        reason = "it is normalised within heads"
+        tracer.ledger.layouts.append(Layout(value.nodes, (None,) * tensor.dim(), frozenset(over), reason))
+    elif over:
         tracer.keep_whole([tensor], f"it is normalised over its channels in {tracer.modules[-1]}")
         tracer.ledger.unfollowed.setdefault(tracer.modules[-1], "normalises over its channels, so they stay whole")
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimstart.graph.ledger import when_carried
+from slimstart.graph.ledger import Layout, when_carried
 from slimstart.graph.rules.pointwise import changed, pointwise
 from slimstart.graph.rules.registry import rule
 from slimstart.graph.rules.shapes import pairwise
@@ -39,6 +39,13 @@ def over_space(tracer: Tracer, call: Call) -> None:
     return None
 
 
+def within(tracer: Tracer, nodes: Tensor, over: list[int], reason: str) -> Tensor:
+    """Channels laid out along several dimensions, some of which an operation runs over: none may be missing there."""
+    if over:
+        tracer.ledger.layouts.append(Layout(nodes, (None,) * nodes.dim(), frozenset(over), reason))
+    return nodes
+
+
 def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
     dims: Any = call.arguments.get("dim")
     if dims is None or dims == []:
@@ -60,12 +67,13 @@ def reduce(tracer: Tracer, call: Call) -> None:
     varying = value.varies()
     results = [r for r in (call.result if isinstance(call.result, tuple) else (call.result,)) if isinstance(r, Tensor)]
     over = [d for d in dims if d in varying]
-    if over:
-        rest = [d for d in varying if d not in dims]
-        if call.name != "sum" or rest:
-            tracer.keep_whole([tensor], f"{call.name} runs over its channels in {tracer.modules[-1] or 'the forward'}")
+    if len(over) == len(varying) > 0:
+        if call.name != "sum":
+            tracer.keep_whole([tensor], _over_channels(tracer, call))
         return None  # a sum over all channels belongs to no channel
-    nodes = value.nodes
+    nodes = within(tracer, value.nodes, over, _over_channels(tracer, call))
+    for dim in over:
+        nodes = nodes.narrow(dim, 0, 1)
     for dim in sorted(dims, reverse=True):
         if results[0].dim() < tensor.dim():
             nodes = nodes.squeeze(dim)
@@ -89,11 +97,17 @@ def along(tracer: Tracer, call: Call) -> None:
     results = [r for r in (call.result if isinstance(call.result, tuple) else (call.result,)) if isinstance(r, Tensor)]
     if call.name == "glu" and dim in value.varies():
         return _glu(tracer, call, value.nodes, dim)
-    if dim in value.varies():
-        return tracer.keep_whole([tensor], f"{call.name} runs over its channels in {tracer.modules[-1] or 'the forward'}")
+    over = [dim] if dim in value.varies() else []
+    if over == value.varies() != []:
+        return tracer.keep_whole([tensor], _over_channels(tracer, call))
+    nodes = within(tracer, value.nodes, over, _over_channels(tracer, call))
     for result in results:
-        tracer.set(result, changed(tracer, value.nodes) if call.name != "cumsum" else value.nodes)
+        tracer.set(result, nodes if call.name == "cumsum" else changed(tracer, nodes))
     return None
+
+
+def _over_channels(tracer: Tracer, call: Call) -> str:
+    return f"{call.name} runs over its channels in {tracer.modules[-1] or 'the forward'}"
 
 
 def _glu(tracer: Tracer, call: Call, nodes: Tensor, dim: int) -> None:

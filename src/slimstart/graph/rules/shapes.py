@@ -38,6 +38,10 @@ def _as_written(call: Call, size: int) -> Expression | int:
     return next((_expression(s) for s in _written_sizes(call) if isinstance(s, Size) and s == size), int(size))
 
 
+def _tuples(rows: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, rows.tolist()))
+
+
 def _move(tracer: Tracer, call: Call, argument: str = "self") -> Value | None:
     """Apply the operation to the fields of its one input and set the result."""
     value = tracer.value(call[argument])
@@ -68,8 +72,12 @@ def reshape(tracer: Tracer, call: Call) -> None:
     """Sizes are asked for: which of them shrink with the channels?"""
     if "dtype" in call.arguments and "size" not in call.arguments:  # view(dtype)
         return tracer.keep_whole([call["self"]], "its memory is read as another type")
-    moved = _move(tracer, call)
-    if moved is None or moved.source is not None:
+    value = tracer.value(call["self"])
+    assert value is not None
+    expanding = call.name in ("expand", "broadcast_to")  # fields are not contiguous: a view of them would be refused
+    moved = value.moved(lambda f: (f.expand if expanding else f.reshape)(call.result.shape))
+    tracer.values[call.result] = moved
+    if moved.source is not None:
         return None
     key = {"unflatten": "sizes", "reshape": "shape"}.get(call.name, "size")
     asked = list(call[key])
@@ -114,8 +122,7 @@ def split(tracer: Tracer, call: Call) -> None:
         rows = value.nodes.movedim(dim, 0).reshape(value.nodes.shape[dim], -1)
         for length in lengths:
             expression = _as_written(call, length) if sizes is not None else length
-            nodes = rows[start : start + length].reshape(-1).unique().tolist()
-            tracer.ledger.counts.append(Count(tuple(nodes), expression, where))
+            tracer.ledger.counts.append(Count(_tuples(rows[start : start + length]), expression, where))
             start += length
         return
     pieces = value.nodes.unflatten(dim, (len(lengths), lengths[0]))
@@ -145,7 +152,7 @@ def cut(tracer: Tracer, call: Call) -> None:
     for position in (start, end):
         if 0 < position < size:
             expression = _as_written(call, position)
-            tracer.ledger.counts.append(Count(tuple(rows[:position].unique().tolist()), expression, where))
+            tracer.ledger.counts.append(Count(_tuples(rows[:position]), expression, where))
         elif position < 0:  # counted from the end: what lies behind it must stay
             tracer.ledger.keep_whole(rows[position:], where)
     return None

@@ -1,0 +1,49 @@
+"""Statistics of normalisation layers, measured anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: Callable[..., Any]) -> int:
+    """Replace running statistics by their plain average over the given batches.
+
+    A sampled network inherits statistics that were gathered under many other masks. Only the normalisation layers are
+    in training mode meanwhile, and no gradient is computed.
+
+    Args:
+        module: changed in place; its modes are put back.
+        batches: tuples of what `loss_fn` takes behind the network.
+        loss_fn: called as `loss_fn(module, *batch)`; its value is not used.
+
+    Returns:
+        The number of batches seen; where it is 0 the statistics are as before.
+    """
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms:
+        return 0
+    modes = {m: m.training for m in module.modules()}
+    momenta = {norm: norm.momentum for norm in norms}
+    seen = 0
+    module.eval()
+    try:
+        for batch in batches:
+            for norm in norms:
+                if seen == 0:
+                    norm.reset_running_stats()
+                    norm.momentum = None  # a cumulative average
+                norm.train()
+            with torch.no_grad():
+                loss_fn(module, *batch)
+            seen += 1
+    finally:
+        for norm, momentum in momenta.items():
+            norm.momentum = momentum
+        for m, training in modes.items():
+            m.training = training
+    return seen

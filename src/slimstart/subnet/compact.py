@@ -1,0 +1,102 @@
+"""compact(model, selection) -> a narrow nn.Module: real small layers, no masks, no hooks, no dense memory.
+
+The module is a copy of the user's own (same class, same forward) in which every parameter and buffer holds only the
+entries that the selection keeps, and the integer attributes that count channels count those that are left.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.graph import ChannelGraph, Selection
+from slimstart.subnet.streams import close_port, open_port, set_port
+
+
+def tensor_names(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of a model once, under its first name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.Module:
+    """A narrow copy of a model.
+
+    Args:
+        model: the dense model that the selection's graph was traced from.
+        selection: what stays, from `graph.select(mask)`.
+        plain: do without `StreamPort`: layers on a residual stream become as wide as the stream, with rows of zeros.
+    """
+    narrow: dict[int, object] = {}
+    for name, tensor in tensor_names(model).items():
+        kept = _carried(selection, name, tensor.detach()) if plain else selection.gather(name, tensor.detach())
+        kept = kept.clone() if kept.data_ptr() == tensor.data_ptr() else kept
+        is_parameter = isinstance(tensor, nn.Parameter)
+        narrow[id(tensor)] = nn.Parameter(kept, requires_grad=tensor.requires_grad) if is_parameter else kept
+    module = copy.deepcopy(model, narrow)
+    set_attributes(module, selection, plain)
+    if not plain:
+        for name in ports_in(selection.graph):
+            layer = module.get_submodule(name)
+            open_port(layer)
+            if not point_port(layer, name, selection):
+                close_port(layer)
+    return module
+
+
+def _carried(selection: Selection, name: str, dense: Tensor) -> Tensor:
+    """As wide as the tensors around the layer, with zeros where the layer itself has nothing."""
+    for piece in selection.graph.tensors.get(name, ()):
+        carried = selection.present(piece.carried).nonzero().squeeze(1)
+        absent = (~selection.present(piece.axis)[carried]).nonzero().squeeze(1)
+        dense = dense.index_select(piece.dim, carried.to(dense.device))
+        if absent.numel():
+            dense = dense.index_fill(piece.dim, absent.to(dense.device), 0)
+    return dense
+
+
+def set_attributes(module: nn.Module, selection: Selection, plain: bool = False) -> None:
+    """Set the integers that count channels."""
+    for (owner, attribute), counter in selection.graph.attributes.items():
+        axis = counter.carried if plain else counter.axis
+        gone = selection.graph.axes[axis].numel() - selection.count(axis)
+        setattr(module.get_submodule(owner), attribute, counter.dense - gone)
+
+
+def ports_in(graph: ChannelGraph) -> list[str]:
+    """Names of the layers that may need a port."""
+    return list(dict.fromkeys([*graph.reads, *graph.writes]))
+
+
+def point_port(layer: nn.Module, name: str, selection: Selection) -> bool:
+    """Point a layer's port at what the selection keeps; returns whether it is needed."""
+    graph, dims = selection.graph, [0, 0]
+    indices: list[Tensor | None] = [None, None]
+    width = 0
+    for side, ports in enumerate((graph.reads, graph.writes)):
+        if name in ports:
+            port = ports[name]
+            carried = selection.present(port.carried)
+            live = selection.present(port.live)[carried]
+            dims[side] = port.dim
+            width = int(carried.sum())
+            indices[side] = None if bool(live.all()) else live.nonzero().squeeze(1)
+    set_port(layer, indices[0], indices[1], width, (dims[0], dims[1]))
+    return any(index is not None for index in indices)
+
+
+def masked(model: nn.Module, selection: Selection) -> nn.Module:
+    """The masked dense network: a full-size copy in which every entry that the selection drops is zero.
+
+    Its filters, normalisation rows and readers' columns are zero together, so a dropped channel is zero wherever
+    channels are mixed or added. This is what a narrow network must equal.
+    """
+    module = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, tensor in tensor_names(module).items():
+            for dim, kept in selection.indices(name).items():
+                gone = torch.ones(tensor.shape[dim], dtype=torch.bool)
+                gone[kept] = False
+                tensor.index_fill_(dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
+    return module

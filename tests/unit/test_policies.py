@@ -1,0 +1,313 @@
+import io
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from slimstart.costs import CostTable
+from slimstart.errors import CheckpointError
+from slimstart.structure import BernoulliUnits, Budget, Channels, Estimator, Flops, Params, Policy, leave_one_out_of
+from tests.cost_tables import chain, cost_table, factor
+
+BUDGETS = [Channels(0.3), Params(0.3), Flops(0.3)]
+
+
+def random_losses(policy: BernoulliUnits, generator: torch.Generator) -> Tensor:
+    return torch.randn(policy.num_masks, generator=generator)
+
+
+def advance(policy: BernoulliUnits, num_updates: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_updates):
+        policy.draw()
+        policy.update(random_losses(policy, generator))
+
+
+def always(value: float) -> Estimator:
+    """An estimator whose gradient is constant: Adam then moves every unit by exactly its learning rate."""
+    return Estimator("constant", 1, lambda losses, masks, s, alpha: torch.full_like(s, value))
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("estimator", ["pge", "vr_pge", "vr_pge_symmetric", leave_one_out_of(3)], ids=[*"1234"])
+def test_the_budget_holds_after_every_update(budget: Budget, estimator: str | Estimator) -> None:
+    policy: BernoulliUnits = BernoulliUnits(chain([6, 8, 5]), budget, estimator, lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    start = policy.keep_probs
+    for _ in range(50):
+        assert policy.draw().shape == (policy.num_masks, 19)
+        policy.update(random_losses(policy, generator))
+        s = policy.keep_probs
+        assert bool(((s >= 0) & (s <= 1)).all())
+        assert policy.expected_cost <= policy.budget.limit
+        assert policy.expected_cost == float(policy.budget.expected(s))
+    assert not torch.allclose(s, start, atol=0.05)
+
+
+def test_the_papers_constraint_holds_over_200_updates() -> None:
+    policy = BernoulliUnits(chain([40, 60]), Channels(0.4))
+    assert policy.keep_probs.tolist() == pytest.approx([0.4] * 100, rel=1e-15)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(200):
+        policy.draw()
+        policy.update(random_losses(policy, generator))
+        assert float(policy.keep_probs.sum()) <= 40
+    assert policy.num_updates == 200
+
+
+def test_first_update_by_hand() -> None:
+    """Adam's first step is lr * sign(g); then what the sum has gained goes off all units alike."""
+    policy = BernoulliUnits(chain([4]), Channels(0.5), "pge", lr=0.01)
+    (mask,) = policy.draw()
+    policy.update(torch.tensor([2.0]))
+    # g = L h: positive for kept units, which therefore go down; then clip(z - v).
+    z = 0.5 - 0.01 * (2 * mask.double() - 1)
+    expected = z - max(float(z.sum()) - 2, 0) / 4
+    torch.testing.assert_close(policy.keep_probs, expected, rtol=0, atol=1e-9)
+
+
+def test_it_learns_which_units_are_worth_keeping() -> None:
+    worth = torch.tensor([1.0, -1, 2, -2, 0.5, -0.5, 1.5, -1.5])
+    policy = BernoulliUnits(chain([4, 4]), Channels(0.5), "vr_pge_symmetric", lr=0.05)
+    for _ in range(300):
+        masks = policy.draw()
+        policy.update(-(masks.float() * worth).sum(1))
+    assert policy.keep_probs.round().tolist() == (worth > 0).double().tolist()
+    assert policy.best_guess().tolist() == (worth > 0).tolist()
+
+
+def test_learning_rate_follows_a_cosine_over_total_steps() -> None:
+    policy = BernoulliUnits(chain([6]), Channels(0.9), always(1.0), lr=0.01, total_steps=4)
+    moved = 0.0
+    for step in range(6):
+        policy.draw()
+        policy.update(torch.zeros(1))
+        moved += 0.01 * (1 + math.cos(math.pi * min(step / 4, 1))) / 2
+        assert policy.keep_probs.tolist() == pytest.approx([0.9 - moved] * 6, abs=1e-8)
+
+
+def test_learning_rate_is_constant_without_total_steps() -> None:
+    policy = BernoulliUnits(chain([6]), Channels(0.9), always(1.0), lr=0.01)
+    for step in range(1, 4):
+        policy.draw()
+        policy.update(torch.zeros(1))
+        assert policy.keep_probs.tolist() == pytest.approx([0.9 - 0.01 * step] * 6, abs=1e-8)
+
+
+def test_alpha_and_direction_reach_the_maths() -> None:
+    seen: list[float] = []
+
+    def gradient(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
+        seen.append(alpha)
+        return torch.full_like(s, -1.0)
+
+    table = chain([6, 6])
+    uniform, steep = (
+        BernoulliUnits(table, Flops(0.3), Estimator("probe", 1, gradient), alpha=0.7, direction=direction)
+        for direction in ("uniform", "gradient")
+    )
+    for policy in (uniform, steep):
+        policy.draw()
+        policy.update(torch.zeros(1))
+    assert seen == [0.7, 0.7]
+    # All entries rose by the same; the uniform projection takes it back alike, the other by each layer's cost.
+    assert float(uniform.keep_probs.max() - uniform.keep_probs.min()) < 1e-12
+    assert float(steep.keep_probs.max() - steep.keep_probs.min()) > 1e-4
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_restored_policy_continues_bit_exactly(budget: Budget, pending: bool) -> None:
+    table = chain([6, 8, 5])
+    policy = BernoulliUnits(table, budget, total_steps=50, seed=3)
+    advance(policy, 10)
+    if pending:
+        policy.draw()
+    file = io.BytesIO()
+    torch.save(policy.state_dict(), file)
+    file.seek(0)
+    restored = BernoulliUnits(table, budget, total_steps=50, seed=99)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    for one in (policy, restored):
+        if pending:
+            one.update(torch.tensor([1.0, 2.0]))
+        advance(one, 10, seed=5)
+    assert torch.equal(policy.keep_probs, restored.keep_probs)
+    assert torch.equal(policy.draw(), restored.draw())
+    assert policy.num_updates == restored.num_updates == 20 + pending
+
+
+def test_a_state_dict_does_not_change_with_the_policy() -> None:
+    policy = BernoulliUnits(chain([6]), Channels(0.5), seed=1)
+    advance(policy, 3)
+    state = policy.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    advance(policy, 3)
+    file.seek(0)
+    before = torch.load(file, weights_only=True)
+    assert torch.equal(state["keep_probs"], before["keep_probs"])
+    moments = state["adam"]["state"][0]
+    assert all(torch.equal(moments[key], before["adam"]["state"][0][key]) for key in moments)
+    # Nor does loading tie the policy to the dict.
+    policy.load_state_dict(state)
+    advance(policy, 3)
+    assert torch.equal(moments["exp_avg"], before["adam"]["state"][0]["exp_avg"])
+
+
+def test_keep_probs_and_masks_are_copies() -> None:
+    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    policy.keep_probs.zero_()
+    assert policy.keep_probs.tolist() == [0.5] * 6
+    kept = policy.state_dict()["keep_probs"]
+    policy.draw().zero_()
+    assert bool(policy.state_dict()["masks"].any())
+    assert torch.equal(kept, policy.keep_probs)
+
+
+def test_masks_are_reproducible_from_the_seed() -> None:
+    first, again, other = (BernoulliUnits(chain([30]), Channels(0.5), seed=seed) for seed in (4, 4, 5))
+    masks = first.draw()
+    assert torch.equal(masks, again.draw())
+    assert not torch.equal(masks, other.draw())
+    assert not torch.equal(masks[0], masks[1])
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+def test_candidates_and_best_guess_are_within_the_budget(budget: Budget) -> None:
+    table = chain([12, 16, 9])
+    policy = BernoulliUnits(table, budget, lr=0.05)
+    advance(policy, 30)
+    masks = policy.candidates(40)
+    assert masks.shape == (40, 37)
+    for mask in [*masks, policy.best_guess()]:
+        assert policy.budget.cost(mask) <= policy.budget.limit
+        assert torch.equal(table.at_least_one(mask), mask)
+    assert len({tuple(mask.tolist()) for mask in masks}) > 20
+    assert torch.equal(policy.best_guess(), policy.best_guess())
+
+
+def settled(table: CostTable, budget: Budget, s: list[float]) -> BernoulliUnits:
+    policy = BernoulliUnits(table, budget)
+    state = policy.state_dict()
+    state["keep_probs"] = torch.tensor(s, dtype=torch.float64)
+    policy.load_state_dict(state)
+    return policy
+
+
+def test_candidates_lose_their_least_probable_units_and_no_more() -> None:
+    # Every unit is kept with near certainty, six filters are allowed: the two least probable of eight go.
+    s = [0.99, 0.98, 0.999, 0.97, 0.96, 0.995, 0.9999, 0.993]
+    policy = settled(chain([4, 4]), Channels(0.75), [1 - (1 - p) * 1e-9 for p in s])
+    (mask,) = policy.candidates(1)
+    assert mask.tolist() == [True, True, True, False, False, True, True, True]
+
+
+def test_cutting_spares_the_best_unit_of_each_group() -> None:
+    # The first group's units are all less probable than the second's; one of them stays, and it is not the first.
+    policy = settled(chain([2, 6]), Channels(0.5), [1 - 3e-9, 1 - 2e-9] + [1 - 1e-10] * 6)
+    (mask,) = policy.candidates(1)
+    assert mask[:2].tolist() == [False, True]
+    assert int(mask.sum()) == 4
+
+
+def test_cutting_goes_down_to_the_first_units_where_nothing_else_fits() -> None:
+    """Unit 1 brings 4 filters, unit 0 one: with room for two filters, only the first unit of each group is left."""
+    table = cost_table([0, 0, 1], [[0], [1], [2]], [factor([0, 1, 2])], [(1, (0,))], filters=[1, 4, 1])
+    policy = settled(table, Channels(0.4), [0.0, 1.0, 1.0])
+    assert policy.best_guess().tolist() == [True, False, True]
+
+
+def test_best_guess_at_the_start_is_the_uniformly_narrow_network() -> None:
+    mask = BernoulliUnits(chain([10, 20, 30]), Channels(0.2)).best_guess()
+    assert [int(part.sum()) for part in mask.split([10, 20, 30])] == [2, 4, 6]
+
+
+def test_best_guess_keeps_the_most_probable_units_of_each_group() -> None:
+    # Expected widths 2 and 1: the mask with s > 1/2 would have none of the second group.
+    policy = settled(chain([4, 4]), Channels(0.5), [0.9, 0.1, 0.2, 0.8, 0.2, 0.3, 0.4, 0.1])
+    assert policy.best_guess().tolist() == [True, False, False, True, False, False, True, False]
+
+
+def test_candidates_leave_pending_masks_alone() -> None:
+    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    policy.draw()
+    before = policy.state_dict()["masks"]
+    policy.candidates(3)
+    assert torch.equal(policy.state_dict()["masks"], before)
+
+
+def test_it_is_a_policy() -> None:
+    policy: Policy = BernoulliUnits(chain([6]), Channels(0.5))
+    assert policy.num_masks == 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_losses_that_are_not_finite_change_nothing(bad: float) -> None:
+    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    advance(policy, 2)
+    policy.draw()
+    before = policy.state_dict()
+    with pytest.raises(ValueError, match=r"`losses` is \[.*(nan|inf).*\]; all must be finite"):
+        policy.update(torch.tensor([1.0, bad]))
+    after = policy.state_dict()
+    assert torch.equal(before["keep_probs"], after["keep_probs"])
+    assert torch.equal(before["masks"], after["masks"])
+    assert before["num_updates"] == after["num_updates"] == 2
+    assert torch.equal(before["adam"]["state"][0]["exp_avg"], after["adam"]["state"][0]["exp_avg"])
+    policy.update(torch.tensor([1.0, 2.0]))  # and it goes on
+
+
+def test_update_needs_fresh_masks_and_one_loss_for_each() -> None:
+    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    with pytest.raises(RuntimeError, match="call `draw` before it"):
+        policy.update(torch.zeros(2))
+    policy.draw()
+    with pytest.raises(ValueError, match=r"`losses` has shape \(1,\); vr_pge needs \(2,\)"):
+        policy.update(torch.zeros(1))
+    policy.update(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="call `draw` before it"):
+        policy.update(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"alpha": -0.1}, r"`alpha` is -0.1; it must be in \[0, 1\]"),
+        ({"alpha": math.nan}, r"`alpha` is nan; it must be in \[0, 1\]"),
+        ({"lr": 0.0}, "`lr` is 0.0; it must be positive and finite"),
+        ({"lr": math.inf}, "`lr` is inf; it must be positive and finite"),
+        ({"total_steps": 0}, "`total_steps` is 0; it must be at least 1"),
+        ({"estimator": "best"}, "`estimator` is 'best'"),
+        ({"direction": "down"}, "`direction` is 'down'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BernoulliUnits(chain([6]), Channels(0.5), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`n` is 0; it must be at least 1"):
+        BernoulliUnits(chain([6]), Channels(0.5)).candidates(0)
+
+
+def test_foreign_states_are_refused() -> None:
+    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    state = policy.state_dict()
+    with pytest.raises(CheckpointError, match="`state` lacks adam, masks"):
+        policy.load_state_dict({key: state[key] for key in state if key not in ("adam", "masks")})
+    with pytest.raises(CheckpointError, match="`state` has 7 keep-probabilities and this network 6 units"):
+        policy.load_state_dict(BernoulliUnits(chain([7]), Channels(0.5)).state_dict())
+    other = BernoulliUnits(chain([6]), Channels(0.5), leave_one_out_of(3))
+    other.draw()
+    with pytest.raises(CheckpointError, match=r"`state` has masks of shape \(3, 6\); vr_pge draws 2"):
+        policy.load_state_dict(other.state_dict())
+
+
+def test_a_network_without_units() -> None:
+    table = cost_table([], [], [factor([], offset=4)], [(5, (0, 0))])
+    policy = BernoulliUnits(table, Flops(1.0))
+    assert policy.draw().shape == (2, 0)
+    policy.update(torch.tensor([1.0, 2.0]))
+    assert policy.best_guess().shape == (0,)
+    assert policy.candidates(2).shape == (2, 0)
+    assert policy.expected_cost == 80

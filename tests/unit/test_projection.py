@@ -1,0 +1,217 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slimstart.costs import CostTable
+from slimstart.structure import BoundBudget, Budget, Channels, Flops, Params, project, uniform_start
+from slimstart.structure.projection import Direction
+from tests import reference
+from tests.cost_tables import chain, cost_table, cost_tables, factor
+
+REALS = st.floats(-1.5, 2.5, allow_nan=False)
+DIRECTIONS: list[Direction] = ["uniform", "gradient"]
+
+
+def f64(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def filters_table(filters: list[int]) -> CostTable:
+    """One group, so that almost any number of filters is feasible."""
+    return cost_table([0] * len(filters), [[0]], [], [], filters=filters)
+
+
+@st.composite
+def linear_problems(draw: st.DrawFn) -> tuple[list[float], list[int], float]:
+    """z, filters, fraction; the first unit has one filter, so that fractions from 1/sum are feasible."""
+    size = draw(st.integers(2, 7))
+    z = draw(st.lists(REALS, min_size=size, max_size=size))
+    filters = [1, *draw(st.lists(st.integers(1, 4), min_size=size - 1, max_size=size - 1))]
+    return z, filters, 1 / sum(filters) + draw(st.floats(1e-12, 1)) * (1 - 1 / sum(filters))
+
+
+@settings(max_examples=50, deadline=None)
+@given(linear_problems())
+def test_channels_is_the_euclidean_projection(problem: tuple[list[float], list[int], float]) -> None:
+    z, filters, fraction = problem
+    bound = Channels(fraction).bind(filters_table(filters))
+    s = project(f64(z), bound)
+    assert float(bound.expected(s)) <= bound.limit
+    np.testing.assert_allclose(s, reference.nearest_by_qp(z, filters, bound.limit), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(s, reference.nearest_by_breakpoints(z, filters, bound.limit), rtol=0, atol=1e-12)
+
+
+def test_channels_by_hand() -> None:
+    """clip(z - v, 0, 1) with sum 2: v = 0.25 leaves 1 (clipped), 0.65, 0.35, 0."""
+    bound = Channels(0.5).bind(chain([4]))
+    s = project(f64([1.5, 0.9, 0.6, -0.3]), bound)
+    assert s.tolist() == pytest.approx([1, 0.65, 0.35, 0], abs=1e-15)
+
+
+@pytest.mark.parametrize("num_units", [10, 1000, 50_000])
+def test_channels_meets_the_limit_to_the_last_bits_and_never_exceeds_it(num_units: int) -> None:
+    bound = Channels(0.3).bind(filters_table([1] * num_units))
+    generator = torch.Generator().manual_seed(num_units)
+    for scale in (1.0, 1e-3, 1e-9):
+        s = project(0.3 + scale * torch.randn(num_units, dtype=torch.float64, generator=generator).abs(), bound)
+        assert float(s.sum()) <= bound.limit
+        assert float(s.sum()) == pytest.approx(bound.limit, rel=1e-14)
+
+
+def test_channels_at_corners() -> None:
+    bound = Channels(0.5).bind(chain([4]))
+    assert project(torch.ones(4), bound).tolist() == [0.5] * 4  # every entry leaves its bound at once
+    assert project(f64([5.0, 5.0, 5.0, 5.0]), bound).tolist() == pytest.approx([0.5] * 4, abs=1e-15)
+    assert project(f64([3.0, 2.0, 0.0, -1.0]), bound).tolist() == [1, 1, 0, 0]  # v = 1 at the end of a piece, or less
+    assert project(f64([0.2, -1.0, 0.3, 1.5]), bound).tolist() == [0.2, 0, 0.3, 1]  # feasible: clipped only
+    full = Channels(1.0).bind(chain([4]))
+    assert project(torch.full((4,), 9.0), full).tolist() == [1] * 4
+
+
+def bind(budget: type[Budget], table: CostTable, share: float) -> BoundBudget:
+    """A budget between the least and the dense cost."""
+    whole = budget(1.0).bind(table)
+    assume(whole.dense > whole.minimum)
+    return budget((whole.minimum + share * (whole.dense - whole.minimum)) / whole.dense * (1 + 1e-12)).bind(table)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@settings(max_examples=50, deadline=None)
+@given(
+    table=cost_tables(every_unit_costs=True),
+    budget=st.sampled_from([Params, Flops]),
+    share=st.floats(0, 0.99),
+    data=st.data(),
+)
+def test_polynomial_budgets_are_met_tightly(
+    direction: Direction, table: CostTable, budget: type[Budget], share: float, data: st.DataObject
+) -> None:
+    bound = bind(budget, table, share)
+    z = f64(data.draw(st.lists(REALS, min_size=table.num_units, max_size=table.num_units)))
+    s = project(z, bound, direction)
+    inside = z.clamp(0, 1)
+    assert bool(((s >= 0) & (s <= 1)).all())
+    assert float(bound.expected(s)) <= bound.limit
+    assert bool((s <= inside).all())  # nothing is raised
+    if float(bound.expected(inside)) <= bound.limit:
+        assert torch.equal(s, inside)
+    else:
+        assert float(bound.expected(s)) == pytest.approx(bound.limit, rel=1e-9)
+    assert torch.equal(project(s, bound, direction), s)  # idempotent
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@settings(max_examples=50, deadline=None)
+@given(
+    widths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    shares=st.tuples(st.floats(0, 0.98), st.floats(0, 0.98)),
+    data=st.data(),
+)
+def test_a_smaller_budget_gives_no_larger_entry(
+    direction: Direction, widths: list[int], shares: tuple[float, float], data: st.DataObject
+) -> None:
+    assume(abs(shares[0] - shares[1]) > 1e-6)
+    table = chain(widths)
+    z = f64(data.draw(st.lists(REALS, min_size=table.num_units, max_size=table.num_units)))
+    smaller, larger = (project(z, bind(Flops, table, share), direction) for share in sorted(shares))
+    assert bool((smaller <= larger).all())
+
+
+def test_uniform_direction_lowers_all_units_alike() -> None:
+    bound = Flops(0.4).bind(chain([8, 8]))
+    z = torch.linspace(0.35, 0.85, 16, dtype=torch.float64)
+    step = z - project(z, bound)
+    assert float(step.min()) > 0.01
+    torch.testing.assert_close(step, torch.full_like(step, float(step[0])), rtol=0, atol=1e-12)
+
+
+def test_gradient_direction_lowers_units_by_their_cost() -> None:
+    table = chain([8, 8])
+    bound = Flops(0.4).bind(table)
+    z = torch.linspace(0.35, 0.85, 16, dtype=torch.float64)
+    step = z - project(z, bound, "gradient")
+    slope = bound.gradient(z)
+    assert float(step.min()) > 0.001
+    torch.testing.assert_close(step / step.max(), slope / slope.max(), rtol=1e-9, atol=0)
+
+
+def test_gradient_direction_turns_to_free_units_last() -> None:
+    # n1 * n2 with n1 = units 1, 2 and n2 = units 3, 4; unit 0 appears nowhere.
+    table = cost_table([0, 1, 1, 2, 2], [[u] for u in range(5)], [factor([1, 2]), factor([3, 4])], [(1, (0, 1))])
+    s = project(torch.ones(5), Flops(0.5).bind(table), "gradient")
+    assert s[0] == 1  # free, and not needed
+    # A cost whose slope is zero on units 3 and 4 while unit 1, which is certain, hides them; without it, they cost.
+    hidden = cost_table(
+        [0, 0, 1, 1, 1], [[1, 3], [0], [4, 1]], [factor([0, 1, 2], [6, 1, 6])], [(1, (0,))]
+    )  # 6 [1 or 3] + [0] + 6 [4 or 1]
+    bound = Flops(0.3).bind(hidden)
+    z = f64([0.5, 1.0, 0.5, 0.9, 0.9])
+    assert bound.gradient(z)[3:].tolist() == [0, 0]
+    s = project(z, bound, "gradient")
+    assert float(bound.expected(s)) == pytest.approx(bound.limit, rel=1e-9)
+    assert s[:2].tolist() == [0, 0]
+    assert 0 < float(s[3]) < 0.9
+    assert float(s[3]) == pytest.approx(float(s[4]))
+
+
+@pytest.mark.parametrize("budget", [Channels, Params, Flops])
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 1.0])
+def test_uniform_start_is_the_largest_level(budget: type[Budget], fraction: float) -> None:
+    bound = budget(fraction).bind(chain([16, 32, 32]))
+    s = uniform_start(bound)
+    assert s.dtype == torch.float64
+    level = float(s[0])
+    assert s.tolist() == [level] * 80
+    assert float(bound.expected(s)) <= bound.limit
+    if fraction == 1:
+        assert level == 1
+    else:
+        assert float(bound.expected(s + 1e-9)) > bound.limit
+
+
+def test_uniform_start_of_channels_is_the_papers() -> None:
+    for fraction in (0.1, 0.3, 0.7):
+        s = uniform_start(Channels(fraction).bind(filters_table([1, 3, 2, 1, 5])))
+        assert s.tolist() == pytest.approx([fraction] * 5, rel=1e-15)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_training_step_needs_few_evaluations(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = Flops(0.2).bind(chain([64, 64, 128, 128, 256, 256]))
+    generator = torch.Generator().manual_seed(0)
+    s = project(torch.rand(bound.num_units, dtype=torch.float64, generator=generator), bound)
+    z = s + 0.012 + 0.012 * torch.randn(bound.num_units, dtype=torch.float64, generator=generator)
+    calls = 0
+    evaluate = bound.expected
+
+    def counted(point: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return evaluate(point)
+
+    monkeypatch.setattr(bound, "expected", counted)
+    projected = project(z, bound, direction)
+    assert float(evaluate(projected)) == pytest.approx(bound.limit, rel=1e-9)
+    assert calls <= 12
+
+
+def test_the_tightest_budget_empties_everything() -> None:
+    """At a limit of exactly the minimum, only the at-least-one rule is left."""
+    table = chain([2, 2])  # least 27 + 9 + 10 + 10 = 56, dense 54 + 36 + 20 + 10 = 120
+    bound = Flops(math.nextafter(56 / 120, 1)).bind(table)
+    s = project(torch.ones(4), bound)
+    assert float(bound.expected(s)) <= bound.limit
+    assert float(s.max()) < 1e-4
+
+
+def test_wrong_arguments_are_refused() -> None:
+    bound = Flops(0.5).bind(chain([4]))
+    with pytest.raises(ValueError, match="`direction` is 'steepest'; it must be one of 'uniform', 'gradient'"):
+        project(torch.ones(4), bound, "steepest")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`z` has 2 entries that are NaN or infinite"):
+        project(f64([0.5, math.nan, math.inf, 0.1]), bound)
