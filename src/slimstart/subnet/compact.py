@@ -15,6 +15,10 @@ from slimstart.graph import ChannelGraph, Selection
 from slimstart.subnet.streams import close_port, open_port, set_port
 
 
+COUNTED = "_slimstart_counted"
+"""Where a narrow module keeps the (module, attribute) pairs that count channels, for `slimstart.save`."""
+
+
 def tensor_names(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer of a model once, under its first name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
@@ -36,6 +40,7 @@ def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.M
         narrow[id(tensor)] = nn.Parameter(kept, requires_grad=tensor.requires_grad) if is_parameter else kept
     module = copy.deepcopy(model, narrow)
     set_attributes(module, selection, plain)
+    vars(module)[COUNTED] = tuple(selection.graph.attributes)
     if not plain:
         for name in ports_in(selection.graph):
             layer = module.get_submodule(name)

@@ -1,0 +1,129 @@
+"""Point a user's optimizer at a sub-network and back; its state follows the channels.
+
+The optimizer object, its parameter groups and their hyper-parameters stay: schedulers, weight-decay splits and gradient
+scalers go on working. Only the parameters inside the groups are exchanged. A state tensor that is shaped like its
+parameter is gathered and scattered with it; scalars (a step count) are carried along; anything else cannot follow, and
+is refused by name. The state of channels that are absent rests, bit-unchanged, in dense tensors kept here.
+
+A channel that has never been trained has zeros for state, which is what PyTorch's optimizers start from. Adam's `step` is
+one number for the whole parameter, so a channel that first wakes late finds its bias correction used up: see
+`docs/how-it-works.md` for what that does, measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slimstart.errors import OptimizerStateError
+from slimstart.graph import Selection
+
+
+class OptimizerLink:
+    """Keeps an optimizer pointed at the narrow parameters.
+
+    Args:
+        optimizer: holds the dense parameters now; from the first `point` on the narrow ones.
+        dense: the dense parameters that become narrow, by name.
+    """
+
+    def __init__(self, optimizer: Optimizer, dense: Mapping[str, nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        names = {id(parameter): name for name, parameter in dense.items()}
+        self._dense = dense
+        self._names: list[list[str | None]] = [
+            [names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups
+        ]
+        self._state: dict[str, dict[str, Any]] = {}
+        for name in self.names:
+            self._take(name, dense[name])
+
+    @property
+    def names(self) -> list[str]:
+        """Narrow parameters that the optimizer updates."""
+        return [name for group in self._names for name in group if name is not None]
+
+    def _take(self, name: str, parameter: nn.Parameter) -> None:
+        """Take over dense-shaped state that the optimizer holds for a parameter."""
+        for key, value in self.optimizer.state.pop(parameter, {}).items():
+            follows = _follows(self.optimizer, name, key, value, self._dense[name].shape)
+            self._state.setdefault(name, {})[key] = value.detach().clone() if follows else value
+
+    @torch.no_grad()
+    def point(self, parameters: Mapping[str, nn.Parameter], selection: Selection) -> None:
+        """Exchange the parameters in the groups for these, and give each its part of the dense state."""
+        optimizer = self.optimizer
+        for group, names in zip(optimizer.param_groups, self._names, strict=True):
+            for position, name in enumerate(names):
+                if name is None:
+                    continue
+                before, now = group["params"][position], parameters[name]
+                state = optimizer.state.pop(before, {})
+                fresh = {}
+                for key, value in self._state.get(name, {}).items():
+                    if isinstance(value, Tensor) and value.shape == self._dense[name].shape and value.dim() > 0:
+                        narrow = selection.gather(name, value)
+                        old = state.get(key)
+                        if isinstance(old, Tensor) and old.shape == narrow.shape:
+                            fresh[key] = old.copy_(narrow)  # the same storage, for whoever captured it
+                        else:
+                            fresh[key] = narrow.clone() if narrow.data_ptr() == value.data_ptr() else narrow
+                    else:
+                        fresh[key] = value
+                group["params"][position] = now
+                if fresh:
+                    optimizer.state[now] = fresh
+
+    @torch.no_grad()
+    def store(self, selection: Selection) -> None:
+        """Write the state of the narrow parameters back into the dense state."""
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            for parameter, name in zip(group["params"], names, strict=True):
+                if name is None:
+                    continue
+                dense = self._state.setdefault(name, {})
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    if not _follows(self.optimizer, name, key, value, parameter.shape):
+                        dense[key] = value
+                        continue
+                    if not isinstance(dense.get(key), Tensor) or dense[key].dim() == 0:
+                        dense[key] = torch.zeros(self._dense[name].shape, dtype=value.dtype, device=value.device)
+                    selection.scatter_(name, dense[key], value)
+
+    def dense_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's state dict with dense state in place of narrow: what it would be without us."""
+        state = dict(state_dict["state"])
+        for index, name in enumerate(name for group in self._names for name in group):
+            if name is not None:
+                state.pop(index, None)
+                if name in self._state:
+                    state[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._state[name].items()}
+        return {**state_dict, "state": dict(sorted(state.items()))}
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter], selection: Selection) -> None:
+        """After the optimizer has loaded a dense state dict: take it over and hand out the narrow part."""
+        self._state = {}
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            for parameter, name in zip(group["params"], names, strict=True):
+                if name is not None:
+                    self._take(name, parameter)
+        self.point(parameters, selection)
+
+
+def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a state entry has channels; raises where that cannot be told."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        if value is None or isinstance(value, Tensor | bool | int | float | str):
+            return False
+    elif value.shape == shape:
+        return True
+    described = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise OptimizerStateError(
+        f"{type(optimizer).__name__} keeps {key!r} for {name}, {described}: it is neither shaped like the parameter "
+        f"{tuple(shape)} nor a scalar, so it cannot follow the channels. Use an optimizer with element-wise state, or "
+        f"leave the layer whole by naming it in `keep`"
+    )

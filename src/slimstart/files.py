@@ -1,0 +1,129 @@
+"""save and load finished networks: safetensors beside a JSON file that says how the network is built. No pickle.
+
+A narrow network is the user's own class with smaller tensors, so loading needs the class (`model_factory` builds the dense
+network, as before training) and the structure file: sizes of integer attributes, and the ports of layers on streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.errors import CheckpointError
+from slimstart.subnet.compact import COUNTED, tensor_names
+from slimstart.subnet.streams import StreamPort, open_port, set_port
+
+_FORMAT = "slimstart.network/1"
+
+
+def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    path = Path(path)
+    tensors = path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
+    return tensors, tensors.with_suffix(".json")
+
+
+def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a finished network to `path` (.safetensors) and, beside it, its structure (.json); both atomically.
+
+    Args:
+        network: from `finish`, `snapshot` or `compact`.
+    """
+    from safetensors.torch import save as to_bytes
+
+    counted = vars(network).get(COUNTED)
+    if counted is None:
+        raise ValueError("`network` does not come from `finish`, `snapshot` or `compact`, so its structure is not known")
+    ports = {name: layer for name, layer in network.named_modules() if isinstance(layer, StreamPort)}
+    own = {f"{name}.{buffer}" for name in ports for buffer in ("stream_read", "stream_write")}
+    tensors = {n: t.detach().contiguous().clone() for n, t in tensor_names(network).items() if n not in own}
+    blob = to_bytes(tensors)
+    structure = {
+        "format": _FORMAT,
+        "sha256": hashlib.sha256(blob).hexdigest(),
+        "attributes": [[m, a, int(getattr(network.get_submodule(m), a))] for m, a in counted],
+        "ports": {
+            name: {
+                "read": None if layer.stream_read is None else layer.stream_read.tolist(),
+                "write": None if layer.stream_write is None else layer.stream_write.tolist(),
+                "width": layer.stream_width,
+                "dims": list(layer.stream_dims),
+            }
+            for name, layer in ports.items()
+        },
+    }
+    tensors_path, structure_path = _paths(path)
+    _write(tensors_path, blob)
+    _write(structure_path, (json.dumps(structure, indent=1) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -> nn.Module:
+    """Read a network that `save` wrote.
+
+    Args:
+        path: as given to `save`.
+        model_factory: builds the dense network; called without arguments.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, foreign, or of another class of network.
+    """
+    from safetensors.torch import load as from_bytes
+
+    tensors_path, structure_path = _paths(path)
+    try:
+        blob, structure = tensors_path.read_bytes(), json.loads(structure_path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+    if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
+        raise CheckpointError(f"{structure_path.name!r} is not a structure file of slimstart ({_FORMAT!r})")
+    if hashlib.sha256(blob).hexdigest() != structure.get("sha256"):
+        raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
+    network = model_factory()
+    try:
+        _rebuild(network, from_bytes(blob), structure)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{os.fspath(path)!r} does not fit what `model_factory` builds: {error}") from error
+    return network
+
+
+@torch.no_grad()
+def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str, Any]) -> None:
+    dense = tensor_names(network)
+    if dense.keys() != tensors.keys():
+        odd = sorted(dense.keys() ^ tensors.keys())
+        raise ValueError(f"tensors {odd[:5]} are in one of the two only")
+    owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in network.modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                owners[id(tensor)].append((module, key))
+    for name, old in dense.items():
+        if old.dim() != tensors[name].dim():
+            raise ValueError(f"{name} has {tensors[name].dim()} dimensions there and {old.dim()} here")
+        value = tensors[name].to(old.device)
+        fresh = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        for module, key in owners[id(old)]:
+            (module._parameters if isinstance(old, nn.Parameter) else module._buffers)[key] = fresh  # type: ignore[index]
+    counted = []
+    for module_name, attribute, value in structure["attributes"]:
+        setattr(network.get_submodule(module_name), attribute, int(value))
+        counted.append((module_name, attribute))
+    for name, port in structure["ports"].items():
+        layer = network.get_submodule(name)
+        open_port(layer)
+        indices = [None if i is None else torch.tensor(i, dtype=torch.int64) for i in (port["read"], port["write"])]
+        set_port(layer, indices[0], indices[1], int(port["width"]), (int(port["dims"][0]), int(port["dims"][1])))
+    vars(network)[COUNTED] = tuple(counted)

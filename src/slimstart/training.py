@@ -1,0 +1,449 @@
+"""SparseTraining: the paper's Algorithm 1 as an object in the user's own loop.
+
+    sparse = SparseTraining(model, optimizer, example_inputs, budget=Flops(0.10))
+    for images, labels in loader:
+        loss = sparse.step(loss_fn, images, labels)
+    small = sparse.finish(loader, loss_fn)
+
+`step` is Algorithm 1: two forwards and one backward on narrow tensors, then both updates. Everything it does can also be
+done by hand with the verbs below it (`net`, `reference`, `update`, ...), for loops with a gradient scaler, clipping or
+accumulation. What is learned sits behind `slimstart.structure.Policy`; how tensors move, in `slimstart.subnet`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slimstart.errors import CheckpointError, NonFiniteLossError
+from slimstart.graph import ChannelGraph
+from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy
+from slimstart.subnet import OptimizerLink, Subnet, compact, recalibrate, trace_verified
+
+LossFunction = Callable[..., Tensor]
+_FORMAT = "slimstart.training/1"
+
+
+class SparseTraining:
+    """Train a model narrow from the first step.
+
+    The dense `model` keeps all weights; each step runs only on `net`, a physically small network drawn from the
+    keep-probabilities, and the user's optimizer updates that one. The model's and the optimizer's own `state_dict` are
+    dense and up to date whenever they are asked for.
+
+    Args:
+        model: any module whose forward can be followed, in the mode (training) in which it is to be trained.
+        optimizer: over the model's parameters.
+        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
+        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
+        coupling: "filter" (the paper) or "stream"; see `slimstart.trace`.
+        estimator: of the gradient of s: "vr_pge" (the paper), "pge", "vr_pge_symmetric", "leave_one_out".
+        alpha: exponent of the preconditioner H; the paper: 1/2.
+        structure_lr: Adam's learning rate for s; the paper: 12e-3.
+        resample_every: steps for which a sub-network is held. Only the first of them updates s: after it the weights
+            have been trained for this mask, and the two losses no longer compare.
+        align: widths are multiples of this; only 1 for now.
+        total_steps: if given, `structure_lr` falls to 0 over so many steps along a cosine.
+        seed: of the masks.
+        keep: names of modules or parameters to leave whole.
+        policy: called with the graph's cost table, in place of the paper's policy; `budget`, `estimator`, `alpha`,
+            `structure_lr`, `total_steps` and `seed` then mean nothing.
+
+    Raises:
+        TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
+        BudgetError: no sub-network is so small.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example_inputs: Any,
+        budget: Budget | None = None,
+        coupling: str = "filter",
+        estimator: str | Estimator = "vr_pge",
+        alpha: float = 0.5,
+        structure_lr: float = 12e-3,
+        resample_every: int = 1,
+        align: int = 1,
+        total_steps: int | None = None,
+        seed: int = 0,
+        *,
+        keep: Iterable[str] = (),
+        policy: Callable[..., Policy] | None = None,
+    ) -> None:
+        if resample_every < 1:
+            raise ValueError(f"`resample_every` is {resample_every}; it must be at least 1")
+        if align != 1:
+            raise ValueError(f"`align` is {align}; this version has no padding, so it must be 1")
+        if (budget is None) == (policy is None):
+            raise ValueError("give a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
+        self.graph: ChannelGraph = trace_verified(model, example_inputs, coupling, keep)
+        self.policy: Policy
+        if policy is not None:
+            self.policy = policy(self.graph.costs)
+        else:
+            assert budget is not None
+            updates = None if total_steps is None else max(1, math.ceil(total_steps / resample_every))
+            self.policy = BernoulliUnits(
+                self.graph.costs, budget, estimator, alpha=alpha, lr=structure_lr, total_steps=updates, seed=seed
+            )
+        self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
+        self.num_steps = 0
+        self.settled = False
+        self._held_steps = 0  # since the last draw
+        self._current = True  # whether the dense model has everything that `net` knows
+        self._net, self._reference = Subnet(model, self.graph), Subnet(model, self.graph)
+        named = dict(model.named_parameters())
+        self._link = OptimizerLink(optimizer, {name: named[name] for name in self.graph.tensors if name in named})
+        self._masks = self.policy.draw()
+        self._point()
+        self._hooks = _keep_in_step(self)
+
+    # --- Algorithm 1 -------------------------------------------------------------------------------------------------
+
+    def step(self, loss_fn: LossFunction, *batch: Any) -> Tensor:
+        """One step of Algorithm 1; returns the detached loss.
+
+        Args:
+            loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because two of them see the
+                same batch.
+
+        Raises:
+            NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
+                step before.
+        """
+        with self._undoing_statistics():
+            loss = loss_fn(self.net, *batch)
+            reference_losses = [self._forward_only(loss_fn, net, batch) for net in self.references()]
+            self._check_finite(loss, *reference_losses)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self.update(loss, reference_losses)
+        return loss.detach()
+
+    # --- the verbs, for loops written by hand ------------------------------------------------------------------------
+
+    @property
+    def net(self) -> nn.Module:
+        """The narrow network to train. It is one object for ever, but its parameters change with every draw."""
+        return self._net.module
+
+    @property
+    def reference(self) -> nn.Module:
+        """The second network of the pair: run it forward on the same batch, before the optimizer's step."""
+        return next(self.references())
+
+    def references(self) -> Iterator[nn.Module]:
+        """The other networks of the draw, one after the other; none where no reference is needed."""
+        if not self.needs_reference:
+            return
+        for mask in self._masks[1:]:
+            self._reference.load(self.graph.select(mask))
+            yield self._reference.module
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether this step's `update` needs the loss of `reference`: on the first step after a draw."""
+        return self._learns and self.policy.num_masks > 1
+
+    @property
+    def _learns(self) -> bool:
+        return not self.settled and self._held_steps == 0
+
+    def update(
+        self, loss: Tensor | float, reference_loss: Tensor | float | Sequence[Tensor | float] | None = None
+    ) -> None:
+        """Tell that a step has been taken: learn the keep-probabilities from its losses, and draw when it is time.
+
+        Args:
+            loss: of `net`, unscaled.
+            reference_loss: of `reference` on the same batch (a list, if there are several); needed if
+                `needs_reference`, ignored otherwise.
+        """
+        if self._learns:
+            losses = [loss]
+            if self.policy.num_masks > 1:
+                several = isinstance(reference_loss, Sequence)
+                losses += list(reference_loss) if several else [reference_loss]  # type: ignore[arg-type,list-item]
+            if len(losses) != self.policy.num_masks or any(one is None for one in losses):
+                raise ValueError("`needs_reference` is true, so `update` needs the loss of `sparse.reference` too")
+            self._check_finite(*losses)
+            self.policy.update(torch.stack([torch.as_tensor(one).detach().double().cpu() for one in losses]))
+        self.num_steps += 1
+        self._held_steps += 1
+        self._current = False
+        if not self.settled and self._held_steps >= self.resample_every:
+            self.resample()
+
+    def resample(self) -> None:
+        """Draw new masks now; `net` and the optimizer hold another network afterwards."""
+        if not self.settled:
+            self.sync()
+            self._masks = self.policy.draw()
+            self._point()
+
+    def sync(self) -> None:
+        """Write what `net` and the optimizer have learned into the dense model and state."""
+        if not self._current:
+            self._net.store()
+            assert self._net.selection is not None
+            self._link.store(self._net.selection)
+            self._current = True
+
+    def _point(self) -> None:
+        selection = self.graph.select(self._masks[0])
+        self._net.load(selection)
+        self._link.point(self._net.parameters, selection)
+        self._held_steps = 0
+
+    # --- what is known -----------------------------------------------------------------------------------------------
+
+    @property
+    def keep_probs(self) -> Tensor:
+        """s: one keep-probability per unit."""
+        return self.policy.keep_probs
+
+    @property
+    def mask(self) -> Tensor:
+        """m: which units `net` has."""
+        assert self._net.selection is not None
+        return self._net.selection.mask.clone()
+
+    @property
+    def expected_cost(self) -> float:
+        """What the budget limits, in expectation over masks, as a fraction of the dense model's."""
+        return self.policy.expected_cost
+
+    # --- the end of the search ---------------------------------------------------------------------------------------
+
+    def settle(
+        self, batches: Iterable[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int = 10, max_batches: int = 20
+    ) -> None:
+        """End the search: fix the structure, and train on.
+
+        Args:
+            batches: tuples of what `loss_fn` takes behind the network; training data.
+            num_samples: masks to draw; all are within the budget, and the one of least loss is taken.
+            max_batches: how many of the batches to look at.
+        """
+        if self.settled:
+            return
+        seen = list(islice(batches, max_batches))
+        self.sync()
+        self._masks = self._best_mask(seen, loss_fn, num_samples)[None]
+        self.settled = True
+        self._point()
+        recalibrate(self.net, seen, loss_fn)
+        self._current = False
+
+    def snapshot(
+        self, batches: Iterable[tuple[Any, ...]] | None = None, loss_fn: LossFunction | None = None
+    ) -> nn.Module:
+        """A finished copy for validation, from the likeliest mask; training goes on untouched.
+
+        Args:
+            batches, loss_fn: to measure normalisation statistics anew; without them those of training are used.
+        """
+        self.sync()
+        return self._finished(self._masks[0] if self.settled else self.policy.best_guess(), batches, loss_fn, False)
+
+    def finish(
+        self,
+        batches: Iterable[tuple[Any, ...]],
+        loss_fn: LossFunction,
+        num_samples: int = 10,
+        max_batches: int = 20,
+        plain: bool = False,
+    ) -> nn.Module:
+        """The trained narrow network: a plain module of the user's own class, within the budget, statistics measured.
+
+        Args:
+            batches: tuples of what `loss_fn` takes behind the network; training data.
+            num_samples: masks to choose from by loss, if the structure has not been settled.
+            max_batches: how many of the batches to look at.
+            plain: do without `StreamPort` on residual streams, at the price of rows of zeros.
+        """
+        seen = list(islice(batches, max_batches))
+        self.sync()
+        mask = self._masks[0] if self.settled else self._best_mask(seen, loss_fn, num_samples)
+        return self._finished(mask, seen, loss_fn, plain)
+
+    def _best_mask(self, batches: Sequence[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int) -> Tensor:
+        """Of masks drawn within the budget, the one whose network has the least loss on the batches."""
+        candidates = self.policy.candidates(num_samples)
+        totals = []
+        for mask in candidates:
+            self._reference.load(self.graph.select(mask))
+            losses = [float(self._forward_only(loss_fn, self._reference.module, batch)) for batch in batches]
+            totals.append(sum(losses) if all(map(math.isfinite, losses)) else math.inf)
+        return candidates[totals.index(min(totals))]
+
+    def _finished(
+        self, mask: Tensor, batches: Iterable[tuple[Any, ...]] | None, loss_fn: LossFunction | None, plain: bool
+    ) -> nn.Module:
+        small = compact(self.model, self.graph.select(mask), plain)
+        for hook in self._hooks:
+            small._state_dict_pre_hooks.pop(hook.id, None)
+            small._load_state_dict_post_hooks.pop(hook.id, None)
+        if batches is not None and loss_fn is not None:
+            recalibrate(small, batches, loss_fn)
+        return small
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything: dense weights, optimizer, s, masks, generators. One dict resumes, also within a window.
+
+        Tensors, numbers, strings and containers only, so that `torch.load(weights_only=True)` reads it back.
+        """
+        return {
+            "format": _FORMAT,
+            "coupling": self.graph.coupling,
+            "num_units": self.graph.num_units,
+            "num_steps": self.num_steps,
+            "held_steps": self._held_steps,
+            "settled": self.settled,
+            "masks": self._masks.clone(),
+            "policy": self.policy.state_dict(),
+            "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken; also sets PyTorch's global generator, for dropout.
+
+        Raises:
+            CheckpointError: the dict is not ours, or belongs to another network; nothing is changed then.
+        """
+        _check_checkpoint(state, self)
+        self.policy.load_state_dict(state["policy"])
+        self._current = True
+        self._masks, self.settled = state["masks"].clone(), bool(state["settled"])
+        self.model.load_state_dict(state["model"])
+        self._point()
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.num_steps, self._held_steps = int(state["num_steps"]), int(state["held_steps"])
+        torch.set_rng_state(state["random"].cpu())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict()` to a file, atomically."""
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        torch.save(self.state_dict(), partial)
+        partial.replace(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read a file that `save` wrote; no code in it is ever executed.
+
+        Raises:
+            CheckpointError: the file is missing, truncated, foreign, or of another network.
+        """
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(f"{os.fspath(path)!r} cannot be read as a checkpoint: {error}") from error
+        self.load_state_dict(state)
+
+    # --- small print -------------------------------------------------------------------------------------------------
+
+    def _forward_only(self, loss_fn: LossFunction, net: nn.Module, batch: tuple[Any, ...]) -> Tensor:
+        """A forward that leaves no trace: no gradient, and the random numbers of the main forward are not touched."""
+        devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            return loss_fn(net, *batch)
+
+    def _check_finite(self, *losses: Tensor | float) -> None:
+        for which, loss in zip(("loss", *["reference loss"] * len(losses)), losses, strict=False):
+            if not math.isfinite(float(loss.detach() if isinstance(loss, Tensor) else loss)):
+                raise NonFiniteLossError(
+                    f"the {which} is {float(loss)} at step {self.num_steps}; nothing has been updated. "
+                    "Lower the learning rate, clip gradients, or go back to a checkpoint"
+                )
+
+    @contextmanager
+    def _undoing_statistics(self) -> Iterator[None]:
+        """Put normalisation statistics back if what follows fails."""
+        buffers = self._net.buffers
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        except NonFiniteLossError:
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+            raise
+
+
+def _check_checkpoint(state: Any, sparse: SparseTraining) -> None:
+    keys = {"format", "coupling", "num_units", "num_steps", "held_steps", "settled", "masks", "policy", "model"}
+    keys |= {"optimizer", "random"}
+    if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
+        raise CheckpointError(f"this is not a state dict of SparseTraining (no 'format': {_FORMAT!r})")
+    if missing := sorted(keys - state.keys()):
+        raise CheckpointError(f"the state dict lacks {', '.join(missing)}; it is incomplete")
+    for key, own in (("coupling", sparse.graph.coupling), ("num_units", sparse.graph.num_units)):
+        if state[key] != own:
+            raise CheckpointError(f"the state dict has {key}={state[key]!r}, this training {own!r}: another network?")
+    own_model = {name: tensor.shape for name, tensor in sparse.model.state_dict().items()}
+    if own_model != {name: tensor.shape for name, tensor in state["model"].items()}:
+        raise CheckpointError("the state dict's model has other tensors or shapes than this one")
+    own_groups = [len(group["params"]) for group in sparse.optimizer.param_groups]
+    if own_groups != [len(group["params"]) for group in state["optimizer"]["param_groups"]]:
+        raise CheckpointError("the state dict's optimizer has other parameter groups than this one")
+
+
+class _Hook:
+    """Calls a method of a SparseTraining that is still alive; a copy or a pickle of it does nothing."""
+
+    def __init__(self, sparse: SparseTraining | None, call: Callable[..., Any] | None) -> None:
+        self._sparse = None if sparse is None else weakref.ref(sparse)
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        sparse = self._sparse() if self._sparse is not None else None
+        return self._call(sparse, *args) if sparse is not None and self._call is not None else None
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None, None)
+
+
+def _keep_in_step(sparse: SparseTraining) -> list[Any]:
+    """Hooks that make the model's and the optimizer's own state dicts right, in both directions."""
+
+    def reload(sparse: SparseTraining, *_: Any) -> None:
+        """New dense weights: `net` takes them over."""
+        assert sparse._net.selection is not None
+        sparse._current = True
+        sparse._net.load(sparse._net.selection)
+        sparse._link.point(sparse._net.parameters, sparse._net.selection)
+
+    def adopt(sparse: SparseTraining, *_: Any) -> None:
+        assert sparse._net.selection is not None
+        sparse._link.adopt(sparse._net.parameters, sparse._net.selection)
+
+    def dense(sparse: SparseTraining, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return sparse._link.dense_state_dict(state)
+
+    def sync(sparse: SparseTraining, *_: Any) -> None:
+        sparse.sync()
+
+    optimizer = sparse.optimizer
+    optimizer.register_state_dict_pre_hook(_Hook(sparse, sync))
+    optimizer.register_state_dict_post_hook(_Hook(sparse, dense))
+    optimizer.register_load_state_dict_post_hook(_Hook(sparse, adopt))
+    return [
+        sparse.model.register_state_dict_pre_hook(_Hook(sparse, sync)),
+        sparse.model.register_load_state_dict_post_hook(_Hook(sparse, reload)),
+    ]
