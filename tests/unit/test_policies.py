@@ -204,6 +204,13 @@ def test_candidates_lose_their_least_probable_units_and_no_more() -> None:
     assert mask.tolist() == [True, True, True, False, False, True, True, True]
 
 
+def test_cutting_equals_makes_equally_narrow_layers() -> None:
+    policy = settled(chain([10, 20, 30]), Channels(0.5), [1 - 1e-12] * 60)
+    (mask,) = policy.candidates(1)
+    for part, width in zip(mask.split([10, 20, 30]), (5, 10, 15), strict=True):
+        assert part.tolist() == [True] * width + [False] * width
+
+
 def test_cutting_spares_the_best_unit_of_each_group() -> None:
     # The first group's units are all less probable than the second's; one of them stays, and it is not the first.
     policy = settled(chain([2, 6]), Channels(0.5), [1 - 3e-9, 1 - 2e-9] + [1 - 1e-10] * 6)
@@ -228,6 +235,11 @@ def test_best_guess_keeps_the_most_probable_units_of_each_group() -> None:
     # Expected widths 2 and 1: the mask with s > 1/2 would have none of the second group.
     policy = settled(chain([4, 4]), Channels(0.5), [0.9, 0.1, 0.2, 0.8, 0.2, 0.3, 0.4, 0.1])
     assert policy.best_guess().tolist() == [True, False, False, True, False, False, True, False]
+
+
+def test_best_guess_keeps_the_most_probable_unit_of_a_group_that_is_mostly_empty() -> None:
+    policy = settled(chain([3, 3]), Channels(0.5), [0.0, 0.05, 0.1, 0.9, 0.0, 0.9])
+    assert policy.best_guess().tolist() == [False, False, True, True, False, True]
 
 
 def test_candidates_leave_pending_masks_alone() -> None:

@@ -131,12 +131,17 @@ class LayoutSolver:
     def _violated(self, layout: Layout) -> bool:
         """Freeze the channels of a layout that no longer works; returns whether something changed."""
         nodes = layout.nodes.reshape(-1).tolist()
-        for root in _some(self._removable(nodes)) + _some(self._removable(self._nodes_behind(layout.sizes))):
-            if root in self.solver.frozen or self._rectangular(layout, {root}):
-                continue
-            self._give_up(nodes, layout.sizes, layout.reason)
-            return True
+        for removed in self._samples(nodes) + self._samples(self._nodes_behind(layout.sizes)):
+            if not self._rectangular(layout, removed):
+                self._give_up(nodes, layout.sizes, layout.reason)
+                return True
         return False
+
+    def _samples(self, nodes: Iterable[int]) -> list[set[int]]:
+        """For a few of these channels, the filters without which they are gone."""
+        sets = {self.solver.exists(when_carried(node)) for node in nodes if node > ZERO} - {None}
+        ordered = sorted((s for s in sets if s is not None), key=min)
+        return [set(s) for s in ordered[:: max(1, len(ordered) // 3)]]
 
     def _rectangular(self, layout: Layout, removed: set[int]) -> bool:
         """Whether what is gone is whole hyperplanes along one dimension, and the sizes say the same."""
@@ -162,17 +167,12 @@ class LayoutSolver:
 
     def _miscounts(self, count: Count) -> bool:
         nodes = [node for row in count.rows for node in row]
-        for root in _some(self._removable(nodes)) + _some(self._removable(self._nodes_behind([count.size]))):
-            gone = sum(self._gone(row, {root}) for row in count.rows)
-            if self._size(count.size, {root}, {}) != self._size(count.size, set(), {}) - gone:
+        for removed in self._samples(nodes) + self._samples(self._nodes_behind([count.size])):
+            gone = sum(self._gone(row, removed) for row in count.rows)
+            if self._size(count.size, removed, {}) != self._size(count.size, set(), {}) - gone:
                 self._give_up(nodes, [count.size], count.reason)
                 return True
         return False
-
-
-def _some(roots: set[int]) -> list[int]:
-    """A few of many."""
-    return sorted(roots)[:: max(1, len(roots) // 3)]
 
 
 def _candidates(layout: Layout) -> list[int]:

@@ -31,7 +31,7 @@ class Solver:
         self.frozen: dict[int, str] = {}  # root atom -> reason
         self.fixed_attributes: set[Attribute] = set()
         self.carried: dict[int, Atoms | None] = {}  # root of carriers -> the atoms that write it; None: always there
-        self._known: dict[Presence, Atoms | None] = {}  # what `exists` has answered since the last tie or freeze
+        self._roots: dict[Atoms, Atoms | None] = {}  # what `roots` has answered since the last tie or freeze
         self._solve_carriers()
 
     # --- the three verbs -------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class Solver:
             root = self.atoms.find(atom)
             if root not in self.frozen:
                 self.frozen[root] = reason
-                self._known.clear()
+                self._roots.clear()
 
     def tie(self, atoms: Iterable[int]) -> None:
         """These filters are kept or dropped together."""
@@ -53,25 +53,25 @@ class Solver:
                 reason = self.frozen.pop(one, None) or self.frozen.pop(other, None)
                 self.frozen.pop(other, None)
                 root = self.atoms.union(one, other)
-                self._known.clear()
+                self._roots.clear()
                 if reason is not None:
                     self.frozen[root] = reason
 
     def exists(self, presence: Presence) -> Atoms | None:
         """The (tied) filters of which one must be kept for the channel to exist; None: it always does."""
-        if presence not in self._known:
-            self._known[presence] = self._exists(presence)
-        return self._known[presence]
-
-    def _exists(self, presence: Presence) -> Atoms | None:
         node, live = divmod(presence, 2)
         if node <= ZERO:
             return None
-        atoms = self.ledger.live[node] if live else self.carried[self.ledger.carriers.find(node)]
+        return self.roots(self.ledger.live[node] if live else self.carried[self.ledger.carriers.find(node)])
+
+    def roots(self, atoms: Atoms | None) -> Atoms | None:
+        """What a set of writers comes down to: one filter for each tie, or None if one of them is always kept."""
         if atoms is None:
             return None
-        roots = frozenset(map(self.atoms.find, atoms))
-        return None if any(root in self.frozen for root in roots) else roots
+        if atoms not in self._roots:
+            roots = frozenset(map(self.atoms.find, atoms))
+            self._roots[atoms] = None if any(root in self.frozen for root in roots) else roots
+        return self._roots[atoms]
 
     def equalise(self, presences: Iterable[Presence], reason: str) -> None:
         """These channels exist at the same time."""

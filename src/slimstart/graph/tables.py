@@ -29,35 +29,17 @@ class Tables:
         self.axes: dict[tuple[int, ...], int] = {}
         self.factors: dict[tuple[int, ...], int] = {}
         # Remembered, because a network names the same channels many times over.
-        self._event_of: dict[Presence, int] = {}
         self._events_of: dict[tuple[Presence, ...], tuple[int, ...]] = {}
         self._carried_axis_of: dict[tuple[Presence, ...], int] = {}
-        self._carried_event_of: dict[int, int] = {}
         self._without_ports = _carriers_without_ports(solver)
 
-    def event(self, presence: Presence) -> int:
-        """The event on which a channel depends; -1 if it always exists."""
-        if presence not in self._event_of:
-            self._event_of[presence] = self._event(self.solver.exists(presence))
-        return self._event_of[presence]
-
-    def _event(self, roots: frozenset[int] | None) -> int:
-        if roots is None:
-            return -1
-        return self.events.setdefault(frozenset(self.unit_of[root] for root in roots), len(self.events))
-
-    def _carried_event(self, node: int) -> int:
-        if node not in self._carried_event_of:
-            find, carried = self._without_ports
-            atoms = carried[find(node)] if node > ZERO else None
-            roots = frozenset(map(self.solver.atoms.find, atoms)) if atoms is not None else None
-            always = roots is None or any(root in self.solver.frozen for root in roots)
-            self._carried_event_of[node] = self._event(None if always else roots)
-        return self._carried_event_of[node]
+    def event(self, roots: frozenset[int] | None) -> int:
+        """The event on which a channel depends, by the filters that write it; -1 if it always exists."""
+        return -1 if roots is None else self.events.setdefault(roots, len(self.events))
 
     def _events(self, presences: tuple[Presence, ...]) -> tuple[int, ...]:
         if presences not in self._events_of:
-            self._events_of[presences] = tuple(map(self.event, presences))
+            self._events_of[presences] = tuple(self.event(self.solver.exists(p)) for p in presences)
         return self._events_of[presences]
 
     def axis(self, presences: tuple[Presence, ...]) -> int | None:
@@ -68,7 +50,10 @@ class Tables:
     def carried_axis(self, presences: tuple[Presence, ...]) -> int:
         """The axis of the tensors that carry these channels, if no layer had a port."""
         if presences not in self._carried_axis_of:
-            events = tuple(self._carried_event(presence // 2) for presence in presences)
+            find, carried = self._without_ports
+            nodes = [presence // 2 for presence in presences]
+            written = (carried[find(node)] if node > ZERO else None for node in nodes)
+            events = tuple(self.event(self.solver.roots(atoms)) for atoms in written)
             self._carried_axis_of[presences] = self.axes.setdefault(events, len(self.axes))
         return self._carried_axis_of[presences]
 
@@ -85,7 +70,7 @@ class Tables:
 
     def padded_events(self) -> Tensor:
         width = max(map(len, self.events), default=1)
-        rows = [sorted(units) + [-1] * (width - len(units)) for units in self.events]
+        rows = [sorted(self.unit_of[r] for r in roots) + [-1] * (width - len(roots)) for roots in self.events]
         return torch.tensor(rows, dtype=torch.int64).view(len(rows), width)
 
     def factor_list(self) -> tuple[Factor, ...]:

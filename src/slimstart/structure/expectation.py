@@ -153,7 +153,7 @@ class _DropProbabilities:
 
     def __init__(self, sets: Incidence, groups: _Groups) -> None:
         num_units, num_groups = groups.of_unit.numel(), groups.size.numel()
-        one, zero, blocks_from = num_units, num_units + 1, num_units + 2
+        one, blocks_from = num_units, num_units + 1
         group = groups.of_unit[sets.member]
         key, block, count = torch.unique(
             sets.owner * max(num_groups, 1) + group, return_inverse=True, return_counts=True
@@ -178,19 +178,17 @@ class _DropProbabilities:
         self._block_group[self._blocks.position] = self._group_products.position[whose]
 
         block_atom = self._blocks.position[torch.where(several, number, block_group)] + blocks_from
-        # A whole group is never dropped. Said as a constant, that is exact; as a difference of products, to rounding.
-        block_atom[count == groups.size[block_group]] = zero
         alone = ~has_first[block]
         owner = torch.cat([sets.owner[alone], block_owner[has_first]])
         atoms = torch.cat([sets.member[alone], block_atom[has_first]])
         order = torch.argsort(owner, stable=True)
         self._sets = RaggedProduct(Incidence(owner[order], atoms[order], sets.num_sets), one)
         self.position = self._sets.position
-        self._one_zero = torch.tensor([1.0, 0.0], dtype=torch.float64)
+        self._one = torch.ones(1, dtype=torch.float64)
 
     def __call__(self, s: Tensor) -> Tensor:
         """P(A) at `position[A]`."""
-        q = torch.cat([1 - s, self._one_zero])
+        q = torch.cat([1 - s, self._one])
         blocks = self._blocks(q) - self._group_products(q).index_select(0, self._block_group)
         return self._sets(torch.cat([q, blocks]))
 
