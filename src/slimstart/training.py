@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slimstart.errors import CheckpointError, NonFiniteLossError
+from slimstart.errors import CheckpointError, NonFiniteLossError, TraceError
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy
 from slimstart.subnet import OptimizerLink, Subnet, compact, recalibrate, trace_verified
@@ -89,6 +89,9 @@ class SparseTraining:
         if (budget is None) == (policy is None):
             raise ValueError("give a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
         self.graph: ChannelGraph = trace_verified(model, example_inputs, coupling, keep)
+        if self.graph.num_units == 0:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
+            raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
         self.policy: Policy
         if policy is not None:
             self.policy = policy(self.graph.costs)

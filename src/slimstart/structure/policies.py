@@ -37,7 +37,7 @@ class Policy(Protocol):
 
     @property
     def expected_cost(self) -> float:
-        """The cost that the budget limits, at the present keep-probabilities."""
+        """What the budget limits, in expectation at the present keep-probabilities, as a fraction of the dense network's."""
 
     def draw(self) -> Tensor:
         """(num_masks, U) raw masks; `update` refers to those of the last draw."""
@@ -110,7 +110,7 @@ class BernoulliUnits:
 
     @property
     def expected_cost(self) -> float:
-        return float(self.budget.expected(self.keep_probs))
+        return float(self.budget.expected(self.keep_probs)) / self.budget.dense
 
     def draw(self) -> Tensor:
         self._masks = sample(self.keep_probs, self.num_masks, self._generator)
