@@ -118,7 +118,7 @@ def main() -> None:
     }
     for row in rows:
         print(
-            f"resample_every={row['resample_every']:<4} ours {row['ours_ms']:.1f} ms, narrow {row['narrow_ms']:.1f} ms: "
+            f"resample_every={row['resample_every']:<4} {row['ours_ms']:.1f} ms, narrow {row['narrow_ms']:.1f} ms: "
             f"{row['ratio']:.2f}x ({row['ratio_lowest']:.2f} to {row['ratio_highest']:.2f})"
         )
     if args.out:

@@ -69,9 +69,7 @@ class CostTable:
             mask: bool tensor of shape (num_units,).
         """
         if mask.shape != (self.num_units,):
-            raise ValueError(
-                f"`mask` has shape {tuple(mask.shape)}; it needs one entry per unit, ({self.num_units},)"
-            )
+            raise ValueError(f"`mask` has shape {tuple(mask.shape)}; it needs one entry per unit, ({self.num_units},)")
         if self.num_units == 0:
             return mask.bool()
         group = self.unit_group.to(mask.device)

@@ -1,7 +1,8 @@
 """save and load finished networks: safetensors beside a JSON file that says how the network is built. No pickle.
 
-A narrow network is the user's own class with smaller tensors, so loading needs the class (`model_factory` builds the dense
-network, as before training) and the structure file: sizes of integer attributes, and the ports of layers on streams.
+A narrow network is the user's own class with smaller tensors, so loading needs the class (`model_factory` builds the
+dense network, as before training) and the structure file: sizes of integer attributes, and the ports of layers on
+streams.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.errors import CheckpointError
-from slimstart.subnet.compact import COUNTED, tensor_names
+from slimstart.subnet.compact import COUNTED, tensor_names, tensor_places
 from slimstart.subnet.streams import StreamPort, open_port, set_port
 
 _FORMAT = "slimstart.network/1"
@@ -40,7 +40,9 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
 
     counted = vars(network).get(COUNTED)
     if counted is None:
-        raise ValueError("`network` does not come from `finish`, `snapshot` or `compact`, so its structure is not known")
+        raise ValueError(
+            "`network` does not come from `finish`, `snapshot` or `compact`, so its structure is not known"
+        )
     ports = {name: layer for name, layer in network.named_modules() if isinstance(layer, StreamPort)}
     own = {f"{name}.{buffer}" for name in ports for buffer in ("stream_read", "stream_write")}
     tensors = {n: t.detach().contiguous().clone() for n, t in tensor_names(network).items() if n not in own}
@@ -105,18 +107,14 @@ def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str
     if dense.keys() != tensors.keys():
         odd = sorted(dense.keys() ^ tensors.keys())
         raise ValueError(f"tensors {odd[:5]} are in one of the two only")
-    owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in network.modules():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                owners[id(tensor)].append((module, key))
+    places = tensor_places(network)
     for name, old in dense.items():
         if old.dim() != tensors[name].dim():
             raise ValueError(f"{name} has {tensors[name].dim()} dimensions there and {old.dim()} here")
         value = tensors[name].to(old.device)
         fresh = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-        for module, key in owners[id(old)]:
-            (module._parameters if isinstance(old, nn.Parameter) else module._buffers)[key] = fresh  # type: ignore[index]
+        for path, key in places[name]:
+            setattr(network.get_submodule(path), key, fresh)
     counted = []
     for module_name, attribute, value in structure["attributes"]:
         setattr(network.get_submodule(module_name), attribute, int(value))

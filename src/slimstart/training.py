@@ -5,33 +5,32 @@
         loss = sparse.step(loss_fn, images, labels)
     small = sparse.finish(loader, loss_fn)
 
-`step` is Algorithm 1: two forwards and one backward on narrow tensors, then both updates. Everything it does can also be
-done by hand with the verbs below it (`net`, `reference`, `update`, ...), for loops with a gradient scaler, clipping or
-accumulation. What is learned sits behind `slimstart.structure.Policy`; how tensors move, in `slimstart.subnet`.
+`step` is Algorithm 1: two forwards and one backward on narrow tensors, then both updates. Everything it does can also
+be done by hand with the verbs below it (`net`, `reference`, `update`, ...), for loops with a gradient scaler, clipping
+or accumulation. What is learned sits behind `slimstart.structure.Policy`; how tensors move, in `slimstart.subnet`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slimstart.errors import CheckpointError, NonFiniteLossError, TraceError
+from slimstart import checkpoints
+from slimstart.errors import NonFiniteLossError, TraceError
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy
 from slimstart.subnet import OptimizerLink, Subnet, compact, recalibrate, trace_verified
+from slimstart.subnet.state_hooks import keep_dense, remove_from
 
 LossFunction = Callable[..., Tensor]
-_FORMAT = "slimstart.training/1"
 
 
 class SparseTraining:
@@ -111,7 +110,9 @@ class SparseTraining:
         self._link = OptimizerLink(optimizer, {name: named[name] for name in self.graph.tensors if name in named})
         self._masks = self.policy.draw()
         self._point()
-        self._hooks = _keep_in_step(self)
+        keep_dense(
+            model, optimizer, sync=self.sync, reload=self._reload, adopt=self._adopt, dense=self._dense_optimizer_state
+        )
 
     # --- Algorithm 1 -------------------------------------------------------------------------------------------------
 
@@ -119,8 +120,8 @@ class SparseTraining:
         """One step of Algorithm 1; returns the detached loss.
 
         Args:
-            loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because two of them see the
-                same batch.
+            loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because two of them see
+                the same batch.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
@@ -297,9 +298,7 @@ class SparseTraining:
         self, mask: Tensor, batches: Iterable[tuple[Any, ...]] | None, loss_fn: LossFunction | None, plain: bool
     ) -> nn.Module:
         small = compact(self.model, self.graph.select(mask), plain)
-        for hook in self._hooks:
-            small._state_dict_pre_hooks.pop(hook.id, None)
-            small._load_state_dict_post_hooks.pop(hook.id, None)
+        remove_from(small)
         if batches is not None and loss_fn is not None:
             recalibrate(small, batches, loss_fn)
         return small
@@ -312,7 +311,7 @@ class SparseTraining:
         Tensors, numbers, strings and containers only, so that `torch.load(weights_only=True)` reads it back.
         """
         return {
-            "format": _FORMAT,
+            "format": checkpoints.FORMAT,
             "coupling": self.graph.coupling,
             "num_units": self.graph.num_units,
             "num_steps": self.num_steps,
@@ -331,7 +330,7 @@ class SparseTraining:
         Raises:
             CheckpointError: the dict is not ours, or belongs to another network; nothing is changed then.
         """
-        _check_checkpoint(state, self)
+        checkpoints.check(state, own=self.state_dict())
         self.policy.load_state_dict(state["policy"])
         self._current = True
         self._masks, self.settled = state["masks"].clone(), bool(state["settled"])
@@ -343,10 +342,7 @@ class SparseTraining:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` to a file, atomically."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        torch.save(self.state_dict(), partial)
-        partial.replace(path)
+        checkpoints.write(self.state_dict(), path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a file that `save` wrote; no code in it is ever executed.
@@ -354,13 +350,23 @@ class SparseTraining:
         Raises:
             CheckpointError: the file is missing, truncated, foreign, or of another network.
         """
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CheckpointError(f"{os.fspath(path)!r} cannot be read as a checkpoint: {error}") from error
-        self.load_state_dict(state)
+        self.load_state_dict(checkpoints.read(path))
 
     # --- small print -------------------------------------------------------------------------------------------------
+
+    def _reload(self) -> None:
+        """The dense model has been loaded: `net` takes the new values over."""
+        assert self._net.selection is not None
+        self._current = True
+        self._net.load(self._net.selection)
+        self._link.point(self._net.parameters, self._net.selection)
+
+    def _adopt(self) -> None:
+        assert self._net.selection is not None
+        self._link.adopt(self._net.parameters, self._net.selection)
+
+    def _dense_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return self._link.dense_state_dict(state_dict)
 
     def _forward_only(self, loss_fn: LossFunction, net: nn.Module, batch: tuple[Any, ...]) -> Tensor:
         """A forward that leaves no trace: no gradient, and the random numbers of the main forward are not touched."""
@@ -387,66 +393,3 @@ class SparseTraining:
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
             raise
-
-
-def _check_checkpoint(state: Any, sparse: SparseTraining) -> None:
-    keys = {"format", "coupling", "num_units", "num_steps", "held_steps", "settled", "masks", "policy", "model"}
-    keys |= {"optimizer", "random"}
-    if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
-        raise CheckpointError(f"this is not a state dict of SparseTraining (no 'format': {_FORMAT!r})")
-    if missing := sorted(keys - state.keys()):
-        raise CheckpointError(f"the state dict lacks {', '.join(missing)}; it is incomplete")
-    for key, own in (("coupling", sparse.graph.coupling), ("num_units", sparse.graph.num_units)):
-        if state[key] != own:
-            raise CheckpointError(f"the state dict has {key}={state[key]!r}, this training {own!r}: another network?")
-    own_model = {name: tensor.shape for name, tensor in sparse.model.state_dict().items()}
-    if own_model != {name: tensor.shape for name, tensor in state["model"].items()}:
-        raise CheckpointError("the state dict's model has other tensors or shapes than this one")
-    own_groups = [len(group["params"]) for group in sparse.optimizer.param_groups]
-    if own_groups != [len(group["params"]) for group in state["optimizer"]["param_groups"]]:
-        raise CheckpointError("the state dict's optimizer has other parameter groups than this one")
-
-
-class _Hook:
-    """Calls a method of a SparseTraining that is still alive; a copy or a pickle of it does nothing."""
-
-    def __init__(self, sparse: SparseTraining | None, call: Callable[..., Any] | None) -> None:
-        self._sparse = None if sparse is None else weakref.ref(sparse)
-        self._call = call
-
-    def __call__(self, *args: Any) -> Any:
-        sparse = self._sparse() if self._sparse is not None else None
-        return self._call(sparse, *args) if sparse is not None and self._call is not None else None
-
-    def __reduce__(self) -> Any:
-        return _Hook, (None, None)
-
-
-def _keep_in_step(sparse: SparseTraining) -> list[Any]:
-    """Hooks that make the model's and the optimizer's own state dicts right, in both directions."""
-
-    def reload(sparse: SparseTraining, *_: Any) -> None:
-        """New dense weights: `net` takes them over."""
-        assert sparse._net.selection is not None
-        sparse._current = True
-        sparse._net.load(sparse._net.selection)
-        sparse._link.point(sparse._net.parameters, sparse._net.selection)
-
-    def adopt(sparse: SparseTraining, *_: Any) -> None:
-        assert sparse._net.selection is not None
-        sparse._link.adopt(sparse._net.parameters, sparse._net.selection)
-
-    def dense(sparse: SparseTraining, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return sparse._link.dense_state_dict(state)
-
-    def sync(sparse: SparseTraining, *_: Any) -> None:
-        sparse.sync()
-
-    optimizer = sparse.optimizer
-    optimizer.register_state_dict_pre_hook(_Hook(sparse, sync))
-    optimizer.register_state_dict_post_hook(_Hook(sparse, dense))
-    optimizer.register_load_state_dict_post_hook(_Hook(sparse, adopt))
-    return [
-        sparse.model.register_state_dict_pre_hook(_Hook(sparse, sync)),
-        sparse.model.register_load_state_dict_post_hook(_Hook(sparse, reload)),
-    ]

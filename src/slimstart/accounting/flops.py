@@ -1,7 +1,7 @@
 """FLOPs of one forward, counted by PyTorch's own counter on the operations that really run.
 
-Convention: **one multiply-add = 1** (PyTorch's counter says 2). Counted are convolutions, matrix products and attention;
-normalisation, activations and additions are not, as in the literature.
+Convention: **one multiply-add = 1** (PyTorch's counter says 2). Counted are convolutions, matrix products and
+attention; normalisation, activations and additions are not, as in the literature.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slimstart.inputs import as_call
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Attention on the CPU, which PyTorch's counter does not know: two products per head."""
     batch, heads, queries, width = query
-    return 2 * batch * heads * queries * key[-2] * (width + value[-1])
+    return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 
 
 def flops(model: nn.Module, example_inputs: Any) -> int:

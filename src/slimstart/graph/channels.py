@@ -124,7 +124,8 @@ class ChannelGraph:
         for group in self.groups:
             others = f" (+{len(group.layers) - 1} more)" if len(group.layers) > 1 else ""
             lines.append(
-                f"  {group.name}{others}: units {group.units.start}..{group.units.stop - 1}, {group.num_filters} filters"
+                f"  {group.name}{others}: units {group.units.start}..{group.units.stop - 1}, "
+                f"{group.num_filters} filters"
             )
         if self.left_whole:
             lines.append("left whole:")

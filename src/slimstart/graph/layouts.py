@@ -79,7 +79,9 @@ class LayoutSolver:
             return
         rows = {dim: _rows(layout.nodes, dim) for dim in candidates}
         # A dimension whose hyperplanes are units already costs nothing.
-        candidates.sort(key=lambda dim: sum(len({self.solver.exists(when_carried(n)) for n in row}) > 1 for row in rows[dim]))
+        candidates.sort(
+            key=lambda dim: sum(len({self.solver.exists(when_carried(n)) for n in row}) > 1 for row in rows[dim])
+        )
         for dim in candidates:
             expression = layout.sizes[dim]
             trial: dict[Attribute, Rows] = {}

@@ -278,6 +278,5 @@ class Ledger:
         self.layer_attributes.setdefault((module, name), tuple(presences))
 
 
-
 def _distinct(nodes: Tensor | Iterable[int]) -> list[int]:
     return torch.unique(nodes).tolist() if isinstance(nodes, Tensor) else sorted(set(nodes))

@@ -78,7 +78,10 @@ class Tables:
         for events in self.factors:
             counts = collections.Counter(events)
             offset = counts.pop(-1, 0)
-            kinds = (torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values()), dtype=torch.int64))
+            kinds = (
+                torch.tensor(list(counts), dtype=torch.int64),
+                torch.tensor(list(counts.values()), dtype=torch.int64),
+            )
             factors.append(Factor(offset, *kinds))
         return tuple(factors)
 
@@ -146,14 +149,14 @@ def write_graph(
     filters = {}
     members: dict[int, list[str]] = defaultdict(list)
     unit_filters = [0] * len(roots)
-    for (parameter, _), atoms in ledger.writers.items():
+    for (writer, _), atoms in ledger.writers.items():
         kept = [unit_of.get(find(atom), -1) for atom in atoms]
-        filters[layer_name(parameter)] = torch.tensor(kept, dtype=torch.int64)
+        filters[layer_name(writer)] = torch.tensor(kept, dtype=torch.int64)
         for unit in kept:
             if unit >= 0:
                 unit_filters[unit] += 1
         for group in {groups[roots[unit]] for unit in kept if unit >= 0}:
-            members[group].append(layer_name(parameter))
+            members[group].append(layer_name(writer))
     labels = sorted(members)
     position = {label: number for number, label in enumerate(labels)}
     unit_group = torch.tensor([position[groups[root]] for root in roots], dtype=torch.int64)

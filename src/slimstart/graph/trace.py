@@ -60,7 +60,7 @@ def trace(
     if coupling not in COUPLINGS:
         raise ValueError(f"`coupling` is {coupling!r}; it must be one of {', '.join(map(repr, COUPLINGS))}")
     args, kwargs = as_call(example_inputs)
-    reasons = {name: "asked for by `keep`" for name in ([keep] if isinstance(keep, str) else keep)} | dict(without)
+    reasons = dict.fromkeys([keep] if isinstance(keep, str) else keep, "asked for by `keep`") | dict(without)
     known = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
     if unknown := sorted(set(reasons) - known):
         raise ValueError(f"`keep` names {unknown}, but the model has no module or parameter of that name")

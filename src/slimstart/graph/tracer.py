@@ -76,6 +76,17 @@ class Call:
     def __getitem__(self, argument: str) -> Any:
         return self.arguments[argument]
 
+    @property
+    def subject(self) -> Any:
+        """The tensor that the operation is applied to; schemas call it `self` or `input`."""
+        return self.arguments["self"] if "self" in self.arguments else self.arguments["input"]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """All tensors of the result."""
+        several = self.result if isinstance(self.result, tuple | list) else (self.result,)
+        return [result for result in several if isinstance(result, Tensor)]
+
 
 def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
@@ -264,7 +275,8 @@ class _Functions(TorchFunctionMode):
 
 
 _ARITHMETIC = frozenset(
-    "add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv pow rpow true_divide divide multiply".split()
+    "add radd iadd sub rsub isub mul rmul imul multiply div rdiv divide truediv rtruediv itruediv true_divide pow "
+    "rpow".split()
 )
 
 
@@ -284,7 +296,7 @@ class _Operations(TorchDispatchMode):
         return False  # nothing is compiled here, and skipping would import the compiler: a second or two
 
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -37,7 +37,7 @@ class Policy(Protocol):
 
     @property
     def expected_cost(self) -> float:
-        """What the budget limits, in expectation at the present keep-probabilities, as a fraction of the dense network's."""
+        """What the budget limits, in expectation over masks, as a fraction of the dense network's."""
 
     def draw(self) -> Tensor:
         """(num_masks, U) raw masks; `update` refers to those of the last draw."""

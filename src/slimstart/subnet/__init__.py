@@ -1,8 +1,9 @@
 """Dense <-> narrow: build a narrow network from a selection, move everything that has channels, prove it right.
 
-Open `compact.py` first. `streams.py` is the one thing a narrow network has that the dense one has not; `subnet.py` keeps
-a narrow network whose tensors change with every draw; `optimizer_state.py` makes an optimizer follow it;
-`batchnorm.py` refreshes statistics; `verify.py` compares a narrow network with the masked dense one.
+Open `compact.py` first. `streams.py` is the one thing a narrow network has that the dense one has not; `subnet.py`
+keeps a narrow network whose tensors change with every draw; `optimizer_state.py` makes an optimizer follow it, and
+`state_hooks.py` keeps state dicts dense meanwhile; `batchnorm.py` refreshes statistics; `verify.py` compares a narrow
+network with the masked dense one.
 """
 
 from slimstart.subnet.batchnorm import recalibrate

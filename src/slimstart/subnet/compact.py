@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.subnet.streams import close_port, open_port, set_port
 
-
 COUNTED = "_slimstart_counted"
 """Where a narrow module keeps the (module, attribute) pairs that count channels, for `slimstart.save`."""
 
@@ -22,6 +21,17 @@ COUNTED = "_slimstart_counted"
 def tensor_names(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer of a model once, under its first name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def tensor_places(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
+    """For every name in `tensor_names`, all (module, attribute) pairs under which the model holds the tensor."""
+    names = {id(tensor): name for name, tensor in tensor_names(model).items()}
+    places: dict[str, list[tuple[str, str]]] = {name: [] for name in names.values()}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places[names[id(tensor)]].append((path, key))
+    return places
 
 
 def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.Module:

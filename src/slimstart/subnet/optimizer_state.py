@@ -1,12 +1,12 @@
 """Point a user's optimizer at a sub-network and back; its state follows the channels.
 
-The optimizer object, its parameter groups and their hyper-parameters stay: schedulers, weight-decay splits and gradient
-scalers go on working. Only the parameters inside the groups are exchanged. A state tensor that is shaped like its
-parameter is gathered and scattered with it; scalars (a step count) are carried along; anything else cannot follow, and
-is refused by name. The state of channels that are absent rests, bit-unchanged, in dense tensors kept here.
+The optimizer object, its parameter groups and their hyper-parameters stay: schedulers, weight-decay splits and
+gradient scalers go on working. Only the parameters inside the groups are exchanged. A state tensor that is shaped like
+its parameter is gathered and scattered with it; scalars (a step count) are carried along; anything else cannot follow,
+and is refused by name. The state of channels that are absent rests, bit-unchanged, in dense tensors kept here.
 
-A channel that has never been trained has zeros for state, which is what PyTorch's optimizers start from. Adam's `step` is
-one number for the whole parameter, so a channel that first wakes late finds its bias correction used up: see
+A channel that has never been trained has zeros for state, which is what PyTorch's optimizers start from. Adam's `step`
+is one number for the whole parameter, so a channel that first wakes late finds its bias correction used up: see
 `docs/how-it-works.md` for what that does, measured.
 """
 

@@ -12,7 +12,6 @@ layer is still a `Conv2d`. `finish(..., plain=True)` does without, at the price 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class StreamPort(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.stream_read is not None:
             x = x.index_select(self.stream_dims[0], self.stream_read)
-        y: Tensor = super().forward(x)  # type: ignore[misc]
+        y: Tensor = super().forward(x)
         if self.stream_write is None:
             return y
         dim = y.dim() + self.stream_dims[1]
@@ -49,10 +48,14 @@ class StreamPort(nn.Module):
         return _rebuild, (type(self).__mro__[2],), self.__dict__
 
 
-@cache
+_PORTED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def ported(layer: type[nn.Module]) -> type[nn.Module]:
     """The class of a layer with a port; the layer's own class is its base."""
-    return type(f"Streamed{layer.__name__}", (StreamPort, layer), {"__module__": __name__})
+    if layer not in _PORTED:
+        _PORTED[layer] = type(f"Streamed{layer.__name__}", (StreamPort, layer), {"__module__": __name__})
+    return _PORTED[layer]
 
 
 def _rebuild(layer: type[nn.Module]) -> nn.Module:

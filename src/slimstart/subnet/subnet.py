@@ -1,21 +1,20 @@
 """A narrow network that lives for a whole training run, while its tensors come and go with every draw.
 
 Building a module anew for every draw would cost more than a training step of a small network. A `Subnet` copies the
-user's module once, without its dense tensors, and then only exchanges tensors: values are copied into existing ones where
-shapes have not changed, and new ones take their place where they have.
+user's module once, without its dense tensors, and then only exchanges tensors: values are copied into existing ones
+where shapes have not changed, and new ones take their place where they have.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from slimstart.graph import ChannelGraph, Selection
-from slimstart.subnet.compact import point_port, ports_in, set_attributes, tensor_names
+from slimstart.subnet.compact import point_port, ports_in, set_attributes, tensor_names, tensor_places
 from slimstart.subnet.streams import open_port
 
 
@@ -33,11 +32,6 @@ class Subnet:
     def __init__(self, model: nn.Module, graph: ChannelGraph) -> None:
         self.selection: Selection | None = None
         self._dense = tensor_names(model)
-        owners: dict[int, list[tuple[str, str]]] = defaultdict(list)
-        for path, module in model.named_modules(remove_duplicate=False):
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    owners[id(tensor)].append((path, key))
         stand_ins: dict[int, object] = {}
         self._moving: list[str] = []
         for name, tensor in self._dense.items():
@@ -50,8 +44,9 @@ class Subnet:
             stand_ins[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         self.module = copy.deepcopy(model, stand_ins)
         self._owners = {
-            name: [(self.module.get_submodule(path), key) for path, key in owners[id(self._dense[name])]]
-            for name in self._moving
+            name: [(self.module.get_submodule(path), key) for path, key in places]
+            for name, places in tensor_places(model).items()
+            if name in self._moving
         }
         self._ports = {name: self.module.get_submodule(name) for name in ports_in(graph)}
         for layer in self._ports.values():
@@ -73,7 +68,7 @@ class Subnet:
             is_parameter = isinstance(dense, nn.Parameter)
             fresh = nn.Parameter(narrow, dense.requires_grad) if is_parameter else narrow
             for owner, key in self._owners[name]:
-                (owner._parameters if is_parameter else owner._buffers)[key] = fresh  # type: ignore[index]
+                setattr(owner, key, fresh)
         set_attributes(self.module, selection)
         for name, layer in self._ports.items():
             point_port(layer, name, selection)

@@ -106,9 +106,7 @@ def linear(tracer: Tracer, call: Call) -> None:
     return _cost(tracer, total, *found)
 
 
-def _across(
-    tracer: Tracer, tensor: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, total: int
-) -> None:
+def _across(tracer: Tracer, tensor: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, total: int) -> None:
     """A linear layer along another dimension than the channels (over tokens): every channel passes on its own."""
     value = tracer.activation(tensor)
     assert value is not None
@@ -214,9 +212,14 @@ def embedding(tracer: Tracer, call: Call) -> None:
 
 @rule("bmm", "baddbmm")
 def batched_product(tracer: Tracer, call: Call) -> None:
-    first, second = call.arguments.get("batch1", call["self"]), call.arguments.get("batch2", call.arguments.get("mat2"))
+    operands = ("batch1", "batch2") if call.name == "baddbmm" else ("self", "mat2")
+    first, second = call[operands[0]], call[operands[1]]
     total = first.numel() * second.shape[-1]
-    if call.name == "bmm" and first.shape[0] == 1 and (tracer.parameter(first) is None) != (tracer.parameter(second) is None):
+    if (
+        call.name == "bmm"
+        and first.shape[0] == 1
+        and (tracer.parameter(first) is None) != (tracer.parameter(second) is None)
+    ):
         if tracer.parameter(second) is not None:  # one matrix for the whole batch, as einsum writes it
             found = mix(tracer, first, 2, second, (2, 1), None, call.result)
         else:

@@ -67,10 +67,11 @@ def changed(tracer: Tracer, nodes: Tensor) -> Tensor:
 
 def store(tracer: Tracer, call: Call, nodes: Tensor) -> None:
     """Set the nodes of the result; the in-place form has written over its first argument."""
-    if call.func._schema.is_mutable and call.result is call.arguments.get("self"):
-        tracer.overwrite(call.result, nodes)
+    result: Tensor = call.result
+    if call.func._schema.is_mutable and result is call.subject:
+        tracer.overwrite(result, nodes)
     else:
-        tracer.set(call.result, nodes)
+        tracer.set(result, nodes)
 
 
 def _aligned(nodes: Tensor, dims: int) -> Tensor:
@@ -156,16 +157,15 @@ def dropout(tracer: Tracer, call: Call) -> None:
     """A random choice within the channel; zero stays zero."""
     if isinstance(call.result, tuple):  # native_dropout: result and mask
         call = Call(call.name, call.arguments, call.result[0], call.written, call.func)
-    pass_through(tracer, call, call.arguments.get("input", call.arguments.get("self")), zero_preserving=True)
+    pass_through(tracer, call, call.subject, zero_preserving=True)
 
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "bernoulli")
 @rule("alpha_dropout", "feature_alpha_dropout")
 def like(tracer: Tracer, call: Call) -> None:
     """A tensor of the same shape shrinks along with it, whatever it holds."""
-    source = call.arguments.get("self", call.arguments.get("input"))
-    if tracer.activation(source) is not None:
-        pass_through(tracer, call, source, zero_preserving=False)
+    if tracer.activation(call.subject) is not None:
+        pass_through(tracer, call, call.subject, zero_preserving=False)
 
 
 @rule("to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision")

@@ -25,16 +25,15 @@ _RESIZES += ["_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_
 @rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
 def over_space(tracer: Tracer, call: Call) -> None:
     """Within each channel, over the dimensions behind it; zero stays zero."""
-    tensor = call.arguments.get("self", call.arguments.get("input"))
+    tensor = call.subject
     value = tracer.activation(tensor)
     if value is None:
         return tracer.keep_whole([tensor], "a parameter is pooled")
-    results = call.result if isinstance(call.result, tuple) else (call.result,)
     digits = re.search(r"(\d)d", call.name)
     spatial = int(digits.group(1)) if digits else tensor.dim() - 2
     if any(dim >= tensor.dim() - spatial for dim in value.varies()):
         return tracer.keep_whole([tensor], f"{call.name} runs over its channels")
-    for result in results:
+    for result in call.results:
         tracer.set(result, value.nodes)
     return None
 
@@ -57,7 +56,7 @@ def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
 @rule("var_mean", "std_mean", "logsumexp", "any", "all", "argmax", "argmin", "median", "aminmax", "count_nonzero")
 def reduce(tracer: Tracer, call: Call) -> None:
     """Over other dimensions the channels pass; over channels only a sum has a neutral zero."""
-    tensor = call.arguments.get("self", call.arguments.get("input"))
+    tensor = call.subject
     if isinstance(call.arguments.get("other"), Tensor):  # max(x, y)
         return pointwise(tracer, call)
     value = tracer.activation(tensor)
@@ -65,7 +64,6 @@ def reduce(tracer: Tracer, call: Call) -> None:
         return tracer.keep_whole([tensor], "a parameter is reduced before it is used")
     dims = _reduced_dims(call, tensor)
     varying = value.varies()
-    results = [r for r in (call.result if isinstance(call.result, tuple) else (call.result,)) if isinstance(r, Tensor)]
     over = [d for d in dims if d in varying]
     if len(over) == len(varying) > 0:
         if call.name != "sum":
@@ -75,11 +73,11 @@ def reduce(tracer: Tracer, call: Call) -> None:
     for dim in over:
         nodes = nodes.narrow(dim, 0, 1)
     for dim in sorted(dims, reverse=True):
-        if results[0].dim() < tensor.dim():
+        if call.results[0].dim() < tensor.dim():
             nodes = nodes.squeeze(dim)
     if call.name in ("logsumexp", "prod", "all", "argmax", "argmin"):
         nodes = changed(tracer, nodes)
-    for result in results:
+    for result in call.results:
         tracer.set(result, nodes)
     return None
 
@@ -88,20 +86,19 @@ def reduce(tracer: Tracer, call: Call) -> None:
 @rule("cummax", "cummin", "logcumsumexp", "kthvalue", "cross", "renorm", "msort", "argsort", "normalize")
 def along(tracer: Tracer, call: Call) -> None:
     """Every entry depends on the others along one dimension; over channels none may be missing."""
-    tensor = call.arguments.get("self", call.arguments.get("input"))
+    tensor = call.subject
     value = tracer.activation(tensor)
     if value is None:
         return tracer.keep_whole([tensor], f"{call.name} is applied to a parameter")
     dim = call.arguments.get("dim", -1)
     dim = (-1 if dim is None else dim) % tensor.dim()
-    results = [r for r in (call.result if isinstance(call.result, tuple) else (call.result,)) if isinstance(r, Tensor)]
     if call.name == "glu" and dim in value.varies():
         return _glu(tracer, call, value.nodes, dim)
     over = [dim] if dim in value.varies() else []
     if over == value.varies() != []:
         return tracer.keep_whole([tensor], _over_channels(tracer, call))
     nodes = within(tracer, value.nodes, over, _over_channels(tracer, call))
-    for result in results:
+    for result in call.results:
         tracer.set(result, nodes if call.name == "cumsum" else changed(tracer, nodes))
     return None
 

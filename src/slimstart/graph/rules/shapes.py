@@ -6,6 +6,7 @@ position (`x[:, :8]`). Both are noted as constraints on what may be removed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def split(tracer: Tracer, call: Call) -> None:
     start = 0
     for piece in call.result:
         length = piece.shape[dim]
-        tracer.values[piece] = value.moved(lambda f, start=start, length=length: f.narrow(dim, start, length))
+        tracer.values[piece] = value.moved(partial(Tensor.narrow, dim=dim, start=start, length=length))
         start += length
     if value.source is not None or dim not in value.varies():
         return
@@ -163,7 +164,9 @@ def pick(tracer: Tracer, call: Call) -> None:
     """Fixed positions are taken: along a channel dimension that leaves the channels whole."""
     value, tensor = tracer.value(call["self"]), call["self"]
     if value is None:  # the index is followed, not the data
-        return tracer.keep_whole([t for t in tree_flatten(call.arguments)[0] if isinstance(t, Tensor)], "it is an index")
+        return tracer.keep_whole(
+            [t for t in tree_flatten(call.arguments)[0] if isinstance(t, Tensor)], "it is an index"
+        )
     if call.name == "index":
         touched = [dim for dim, index in enumerate(call["indices"]) if index is not None]
         touched = list(range(tensor.dim())) if any(
@@ -192,7 +195,7 @@ def unbind(tracer: Tracer, call: Call) -> None:
         else:
             tracer.ledger.keep_whole(value.nodes, "it is unbound along its channels")
     for index, piece in enumerate(call.result):
-        tracer.values[piece] = value.moved(lambda f, index=index: f.select(dim, index))
+        tracer.values[piece] = value.moved(partial(Tensor.select, dim=dim, index=index))
 
 
 @rule("cat", "concat", "concatenate", "stack", "hstack", "vstack")

@@ -1,0 +1,71 @@
+"""Hooks that keep a model's and an optimizer's own state dicts dense while they hold a narrow network.
+
+A user's checkpointing calls `model.state_dict()` and `optimizer.state_dict()` whenever it likes, and must not find
+half-trained or narrow tensors there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Hook:
+    """Calls a bound method while its object lives; a copy or a pickle of the hook does nothing."""
+
+    def __init__(self, method: Callable[[], Any] | None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any) -> Any:
+        method = self._method() if self._method is not None else None
+        return method(*args) if method is not None else None
+
+    def __reduce__(self) -> Any:
+        return Hook, (None,)
+
+
+class ModelHook(Hook):
+    """A hook whose method wants none of the arguments."""
+
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__()
+
+    def __reduce__(self) -> Any:
+        return ModelHook, (None,)
+
+
+def keep_dense(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    sync: Callable[[], None],
+    reload: Callable[[], None],
+    adopt: Callable[[], None],
+    dense: Callable[..., Any],
+) -> list[Any]:
+    """Register the hooks; returns handles of those on the model.
+
+    Args:
+        sync: bring the dense model and state up to date; called before either is asked for.
+        reload: the dense model has been loaded.
+        adopt: the optimizer has loaded a dense state dict.
+        dense: given the optimizer and its narrow state dict, the dense one.
+    """
+    optimizer.register_state_dict_pre_hook(ModelHook(sync))
+    optimizer.register_state_dict_post_hook(Hook(dense))
+    optimizer.register_load_state_dict_post_hook(ModelHook(adopt))
+    return [
+        model.register_state_dict_pre_hook(ModelHook(sync)),
+        model.register_load_state_dict_post_hook(ModelHook(reload)),
+    ]
+
+
+def remove_from(module: nn.Module) -> None:
+    """Take the hooks out of a copy of a model, where they mean nothing."""
+    for hooks in (module._state_dict_pre_hooks, module._load_state_dict_post_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+            del hooks[key]

@@ -1,0 +1,1039 @@
+"""SparseTraining as its users run it: it learns, keeps to its budget, and gets on with the rest of PyTorch."""
+
+import copy
+import importlib.util
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slimstart
+from slimstart import BudgetError, Channels, Flops, NonFiniteLossError, Params, SparseTraining
+from slimstart.costs import CostTable
+from slimstart.structure import Budget, Policy, leave_one_out_of
+from tests.zoo import ZOO
+
+# --------------------------------------------------------------------------- a small task and small networks
+
+
+def bars(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Noisy 12x12 images of one bar each; the class is its direction, one of four."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (n,), generator=generator)
+    offset = torch.rand(n, 1, 1, generator=generator) * 6 - 3
+    angle = (labels * math.pi / 4).view(n, 1, 1)
+    y, x = torch.meshgrid(torch.arange(12.0) - 5.5, torch.arange(12.0) - 5.5, indexing="ij")
+    distance = (x * angle.cos() + y * angle.sin() - offset).abs()
+    images = torch.exp(-(distance**2)) + 0.3 * torch.randn(n, 12, 12, generator=generator)
+    return images.unsqueeze(1), labels
+
+
+def batches(n: int, size: int = 16, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    images, labels = bars(n * size, seed)
+    return list(zip(images.split(size), labels.split(size), strict=True))
+
+
+class Net(nn.Module):
+    """Three convolutions with batch norm; the last one and the head have no other parameter left whole but the bias."""
+
+    def __init__(self, widths: tuple[int, ...] = (8, 12, 16), dropout: float = 0.0) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 1
+        for width in widths:
+            layers += [nn.Conv2d(channels, width, 3, padding=1, stride=1 + (channels > 1)), nn.BatchNorm2d(width)]
+            layers += [nn.ReLU()]
+            channels = width
+        self.features = nn.Sequential(*layers)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(channels, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(self.features(x).mean((2, 3))))
+
+
+def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(images), labels)
+
+
+class Recorder:
+    """A loss function that remembers which networks it was called with, and what it returned."""
+
+    def __init__(self) -> None:
+        self.nets: list[nn.Module] = []
+        self.losses: list[float] = []
+
+    def __call__(self, net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_fn(net, images, labels)
+        self.nets.append(net)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def start(model: nn.Module | None = None, make_optimizer: Any = sgd, **options: Any) -> SparseTraining:
+    """A fresh training, the same for the same arguments."""
+    if model is None:
+        torch.manual_seed(0)
+        model = Net()
+    options = {"budget": Channels(0.5), **options}
+    return SparseTraining(model, make_optimizer(model), bars(1, 0)[0], **options)
+
+
+def everything(sparse: SparseTraining) -> dict[str, Any]:
+    """All that a step may change, copied."""
+    return copy.deepcopy(
+        {
+            "model": sparse.model.state_dict(),
+            "optimizer": sparse.optimizer.state_dict(),
+            "keep_probs": sparse.keep_probs,
+            "mask": sparse.mask,
+            "net": {name: t.detach() for name, t in [*sparse.net.named_parameters(), *sparse.net.named_buffers()]},
+        }
+    )
+
+
+def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
+    net.eval()
+    with torch.no_grad():
+        return float((net(images).argmax(1) == labels).float().mean())
+
+
+# --------------------------------------------------------------------------- it learns, within its budget
+
+
+@pytest.mark.parametrize("budget", [Channels(0.5), Params(0.3), Flops(0.3)], ids=str)
+def test_the_quickstart_loop_learns_within_its_budget(budget: Budget) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    dense_flops, dense_params = slimstart.flops(model, bars(1, 0)[0]), sum(p.numel() for p in model.parameters())
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=80)
+    images, labels = bars(1, 0)
+    sparse = SparseTraining(model, optimizer, example_inputs=images, budget=budget)
+    filters = sparse.graph.costs.unit_filters
+    num_filters = 8 + 12 + 16
+    assert int(filters.sum()) == num_filters
+
+    loader = batches(80, size=32)
+    losses = []
+    for images, labels in loader:
+        losses.append(float(sparse.step(loss_fn, images, labels)))
+        scheduler.step()
+        assert 0 < sparse.expected_cost <= budget.fraction
+        s = sparse.keep_probs
+        assert bool(((s >= 0) & (s <= 1)).all())
+        if isinstance(budget, Channels):
+            assert float((s * filters).sum()) <= budget.fraction * num_filters
+            assert sparse.expected_cost == pytest.approx(float((s * filters).sum()) / num_filters, rel=1e-12)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+    assert not torch.equal(sparse.keep_probs, start(budget=budget).keep_probs), "the structure has not been learned"
+
+    small = sparse.finish(loader, loss_fn)
+    assert type(small) is Net
+    convolutions = [m for m in small.modules() if isinstance(m, nn.Conv2d)]
+    if isinstance(budget, Channels):
+        assert sum(m.weight.shape[0] for m in convolutions) <= budget.fraction * num_filters
+    elif isinstance(budget, Params):
+        assert sum(p.numel() for p in small.parameters()) <= budget.fraction * dense_params
+    else:
+        assert slimstart.flops(small, bars(1, 0)[0]) <= budget.fraction * dense_flops
+    assert slimstart.flops(small, bars(1, 0)[0]) < 0.6 * dense_flops
+    assert accuracy(small, *bars(500, seed=99)) > 0.8  # chance is 0.25
+
+
+@pytest.mark.slow
+def test_learns_real_images() -> None:
+    """CIFAR-10, a part of it: well above the 10 % of chance after a minute on one core."""
+    folder = Path(__file__).parents[2] / ".." / "shared" / "data"
+    if not (folder / "load_cifar10.py").exists():
+        pytest.skip("CIFAR-10 is not in ../shared/data beside the repository")
+    spec = importlib.util.spec_from_file_location("load_cifar10", folder / "load_cifar10.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loader_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loader_module)
+    data = loader_module.load(str(folder))
+
+    def tensors(images: Any, labels: Any, n: int) -> tuple[Tensor, Tensor]:
+        images = torch.from_numpy(images[:n]).permute(0, 3, 1, 2).float() / 255
+        return (images - 0.473) / 0.251, torch.from_numpy(labels[:n])
+
+    images, labels = tensors(data["train_images"], data["train_labels"], 8000)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 96, 3, padding=1), nn.BatchNorm2d(96), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)),
+    )
+    dense_flops = slimstart.flops(model, images[:1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    epochs, size = 4, 100
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(images) // size)
+    sparse = SparseTraining(model, optimizer, images[:1], Flops(0.25))
+    for epoch in range(epochs):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
+        for index in order.split(size):
+            sparse.step(loss_fn, images[index], labels[index])
+            scheduler.step()
+            assert sparse.expected_cost <= 0.25
+    small = sparse.finish(zip(images.split(size), labels.split(size), strict=True), loss_fn)
+    assert slimstart.flops(small, images[:1]) <= 0.25 * dense_flops
+    assert accuracy(small, *tensors(data["test_images"], data["test_labels"], 2000)) > 0.35
+
+
+# --------------------------------------------------------------------------- seeds
+
+
+def test_two_runs_of_one_seed_are_bit_equal(differences: Any) -> None:
+    first, second = (start(make_optimizer=adamw, seed=3) for _ in range(2))
+    for batch in batches(8):
+        assert torch.equal(first.step(loss_fn, *batch), second.step(loss_fn, *batch))
+    assert differences(everything(first), everything(second)) == []
+    assert differences(first.state_dict(), second.state_dict()) == []
+
+
+def test_another_seed_draws_other_masks() -> None:
+    first, second = start(seed=0), start(seed=1)
+    assert torch.equal(first.keep_probs, second.keep_probs)
+    assert not torch.equal(first.mask, second.mask)
+    for batch in batches(3):
+        first.step(loss_fn, *batch)
+        second.step(loss_fn, *batch)
+    assert not torch.equal(first.keep_probs, second.keep_probs)
+    assert any(not torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_construction_leaves_no_trace() -> None:
+    """Neither the global generator nor the model's tensors are touched by tracing and proving."""
+    model = Net(dropout=0.5)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    SparseTraining(model, sgd(model), bars(2, 0)[0], Channels(0.5))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+
+
+# --------------------------------------------------------------------------- windows and estimators
+
+
+def test_a_window_holds_its_network_and_learns_structure_once() -> None:
+    sparse = start(resample_every=3)
+    net = sparse.net
+    masks = []
+    for step, batch in enumerate(batches(9)):
+        first = step % 3 == 0
+        assert sparse.needs_reference == first
+        record = Recorder()
+        before, mask, parameters = sparse.keep_probs, sparse.mask, list(sparse.net.parameters())
+        sparse.step(record, *batch)
+        assert record.nets[0] is net
+        assert len(record.nets) == (2 if first else 1)
+        assert torch.equal(sparse.keep_probs, before) == (not first)
+        masks.append(mask)
+        if step % 3 < 2:  # the draw comes at the end of the third
+            assert torch.equal(sparse.mask, mask)
+            assert all(a is b for a, b in zip(sparse.net.parameters(), parameters, strict=True))
+        assert sparse.net is net
+    assert all(torch.equal(masks[i], masks[i - i % 3]) for i in range(9))
+    assert not torch.equal(masks[0], masks[3])
+    assert not torch.equal(masks[3], masks[6])
+
+
+def test_within_a_window_the_optimizer_trains_on() -> None:
+    """Steps two and three of a window are plain steps of the user's optimizer on one narrow network."""
+    sparse = start(resample_every=3)
+    data = batches(3)
+    sparse.step(loss_fn, *data[0])
+    twin = copy.deepcopy(sparse.net)
+    optimizer = sgd(twin)
+    for a, b in zip(twin.parameters(), sparse.net.parameters(), strict=True):
+        optimizer.state[a]["momentum_buffer"] = sparse.optimizer.state[b]["momentum_buffer"].clone()
+    optimizer.zero_grad()
+    loss_fn(twin, *data[1]).backward()
+    optimizer.step()
+    sparse.step(loss_fn, *data[1])
+    for (name, a), b in zip(twin.named_parameters(), sparse.net.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    for (name, a), b in zip(twin.named_buffers(), sparse.net.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("estimator", "forwards"),
+    [("pge", 1), ("vr_pge", 2), ("vr_pge_symmetric", 2), ("leave_one_out", 4), (leave_one_out_of(3), 3)],
+    ids=["pge", "vr_pge", "vr_pge_symmetric", "leave_one_out", "leave_one_out_of(3)"],
+)
+def test_estimators_run_as_many_forwards_as_they_need(estimator: Any, forwards: int) -> None:
+    sparse = start(estimator=estimator)
+    assert sparse.needs_reference == (forwards > 1)
+    assert len(list(sparse.references())) == forwards - 1
+    before = sparse.keep_probs
+    record = Recorder()
+    loss = sparse.step(record, *batches(1)[0])
+    assert len(record.nets) == forwards
+    assert record.nets[0] is sparse.net
+    assert sparse.net not in record.nets[1:]
+    assert float(loss) == record.losses[0]
+    assert not loss.requires_grad
+    assert len(set(record.losses)) == forwards, "every mask has its own loss"
+    assert not torch.equal(sparse.keep_probs, before)
+
+
+def test_the_first_update_is_the_papers() -> None:
+    """Adam's first step moves every s by its rate against sign((L - L') (m - s)), then all by one amount to the sum."""
+    sparse = start(budget=Channels(0.5), structure_lr=0.01, resample_every=2)
+    record = Recorder()
+    sparse.step(record, *batches(1)[0])
+    raw = 0.5 - 0.01 * torch.sign((record.losses[0] - record.losses[1]) * (sparse.mask.double() - 0.5))
+    expected = raw - (raw.sum() - 18).clamp(min=0) / 36  # 36 filters, of which 18 may stay
+    assert torch.allclose(sparse.keep_probs, expected, atol=1e-6)
+
+
+def test_leave_one_out_sees_every_reference_under_one_autocast() -> None:
+    """A region of autocast keeps casts of weights; they must not outlive the network they belong to."""
+
+    def inside(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_fn(net, images, labels)
+
+    around, within = (start(Net((2, 3, 2)).double().float(), estimator="leave_one_out") for _ in range(2))
+    within.model.load_state_dict(around.model.state_dict())
+    for batch in batches(6):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            around.step(loss_fn, *batch)
+        within.step(inside, *batch)
+        assert torch.equal(around.keep_probs, within.keep_probs)
+
+
+def test_unknown_estimator_is_refused_with_the_list() -> None:
+    with pytest.raises(ValueError, match="'pge', 'vr_pge', 'vr_pge_symmetric', 'leave_one_out'"):
+        start(estimator="reinforce")
+
+
+# --------------------------------------------------------------------------- the reference forward leaves no trace
+
+
+def test_the_reference_leaves_no_trace(differences: Any) -> None:
+    """Statistics and random numbers after a step are those of the trained network's forward alone."""
+    torch.manual_seed(1)
+    model = Net(dropout=0.5)
+    sparse = start(model, resample_every=2)
+    batch = batches(1)[0]
+    alone = copy.deepcopy(sparse.net)
+    state = torch.get_rng_state()
+    loss = loss_fn(alone, *batch)
+    after_one_forward = torch.get_rng_state()
+    torch.set_rng_state(state)
+
+    record = Recorder()
+    sparse.step(record, *batch)
+    assert len(record.nets) == 2, "the reference has run"
+    assert record.losses[0] == float(loss)
+    assert torch.equal(torch.get_rng_state(), after_one_forward)
+    assert differences(dict(alone.named_buffers()), dict(sparse.net.named_buffers())) == []
+
+    selection = sparse.graph.select(sparse.mask)
+    dense = sparse.model.state_dict()
+    for name, buffer in alone.named_buffers():
+        assert torch.equal(selection.gather(name, dense[name]), buffer), name
+    untouched = Net().state_dict()
+    for name in ("features.1.running_mean", "features.1.running_var"):
+        dropped = ~sparse.mask[:8]
+        assert bool(dropped.any())
+        assert torch.equal(dense[name][dropped], untouched[name][dropped])
+
+
+def test_the_reference_gets_no_gradient() -> None:
+    sparse = start()
+    reference = sparse.reference
+    sparse.step(loss_fn, *batches(1)[0])
+    own = {id(p) for p in sparse.net.parameters()}
+    assert all(p.grad is None for p in reference.parameters() if id(p) not in own)
+
+
+# --------------------------------------------------------------------------- the verbs in hand-written loops
+
+
+def by_hand(sparse: SparseTraining, images: Tensor, labels: Tensor) -> Tensor:
+    loss = loss_fn(sparse.net, images, labels)
+    reference_loss = None
+    if sparse.needs_reference:
+        with torch.no_grad():
+            reference_loss = loss_fn(sparse.reference, images, labels)
+    sparse.optimizer.zero_grad()
+    loss.backward()
+    sparse.optimizer.step()
+    sparse.update(loss, reference_loss)
+    return loss.detach()
+
+
+@pytest.mark.parametrize("resample_every", [1, 3])
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_a_loop_by_hand_equals_step(make_optimizer: Any, resample_every: int, differences: Any) -> None:
+    first, second = (start(make_optimizer=make_optimizer, resample_every=resample_every) for _ in range(2))
+    for batch in batches(7):
+        assert torch.equal(first.step(loss_fn, *batch), by_hand(second, *batch))
+        assert differences(everything(first), everything(second)) == []
+
+
+def test_several_references_by_hand(differences: Any) -> None:
+    first, second = (start(estimator="leave_one_out") for _ in range(2))
+    for batch in batches(3):
+        first.step(loss_fn, *batch)
+        loss = loss_fn(second.net, *batch)
+        with torch.no_grad():
+            reference_losses = [loss_fn(net, *batch) for net in second.references()]
+        second.optimizer.zero_grad()
+        loss.backward()
+        second.optimizer.step()
+        second.update(loss, reference_losses)
+    assert differences(everything(first), everything(second)) == []
+
+
+def test_update_without_the_reference_is_refused() -> None:
+    sparse = start()
+    loss = loss_fn(sparse.net, *batches(1)[0])
+    before = sparse.keep_probs
+    with pytest.raises(ValueError, match="needs_reference"):
+        sparse.update(loss)
+    assert torch.equal(sparse.keep_probs, before)
+    assert sparse.num_steps == 0
+    with pytest.raises(ValueError, match="needs_reference"):
+        start(estimator="leave_one_out").update(loss, [1.0, 1.0])  # three are needed
+
+
+def test_no_reference_needed_where_none_is_used() -> None:
+    sparse = start(estimator="pge")
+    sparse.update(loss_fn(sparse.net, *batches(1)[0]))
+    assert sparse.num_steps == 1
+    held = start(resample_every=2)
+    batch = batches(1)[0]
+    held.step(loss_fn, *batch)
+    held.update(loss_fn(held.net, *batch))
+    assert held.num_steps == 2
+
+
+def test_schedulers_and_parameter_groups_survive() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.SGD(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.5}], lr=1.0, momentum=0.9
+    )
+    groups = list(optimizer.param_groups)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    sparse = SparseTraining(model, optimizer, bars(1, 0)[0], Channels(0.5))
+    for step, batch in enumerate(batches(5)):
+        assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1 ** (step // 2), 0.5 * 0.1 ** (step // 2)])
+        sparse.step(loss_fn, *batch)
+        scheduler.step()
+        assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
+        assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+        in_net = {id(p): name for name, p in sparse.net.named_parameters()}
+        assert sorted(in_net[id(p)] for p in groups[0]["params"]) == sorted(
+            name for name, p in model.named_parameters() if p.dim() > 1
+        )
+        assert {id(p) for g in groups for p in g["params"]} == set(in_net), "no dead parameter is left in the optimizer"
+        assert set(map(id, optimizer.state)) <= set(in_net), "no state of dead parameters piles up"
+
+
+def test_the_learning_rate_takes_effect() -> None:
+    """With a rate of 0 from step two on, weights rest: the scheduler reaches the groups that are really used."""
+    sparse = start(make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(sparse.optimizer, lambda step: 1.0 if step < 2 else 0.0)
+    weights = []
+    for batch in batches(4):
+        sparse.step(loss_fn, *batch)
+        scheduler.step()
+        weights.append(torch.cat([p.detach().flatten() for p in sparse.model.parameters()]).clone())
+    assert not torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[1], weights[2])
+    assert torch.equal(weights[2], weights[3])
+
+
+def test_gradient_clipping() -> None:
+    """lr * (norm after clipping) bounds how far a step can go."""
+    sparse = start(make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1.0), resample_every=2)
+    for batch in batches(4):
+        loss = loss_fn(sparse.net, *batch)
+        with torch.no_grad():
+            reference_loss = loss_fn(sparse.reference, *batch) if sparse.needs_reference else None
+        sparse.sync()
+        before = torch.cat([p.detach().flatten() for p in sparse.model.parameters()]).clone()
+        sparse.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(sparse.net.parameters(), 0.01)
+        assert float(norm) > 0.01
+        sparse.optimizer.step()
+        sparse.update(loss, reference_loss)
+        sparse.sync()
+        after = torch.cat([p.detach().flatten() for p in sparse.model.parameters()])
+        assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_gradient_accumulation() -> None:
+    """Without batch norm two halves of a batch, accumulated, are the batch."""
+
+    def plain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+        ).double()
+
+    def training() -> SparseTraining:
+        model = plain()
+        return SparseTraining(model, sgd(model), bars(1, 0)[0].double(), Channels(0.5))
+
+    whole, halves = training(), training()
+    for images, labels in batches(3):
+        images = images.double()
+        by_hand(whole, images, labels)
+        halves.optimizer.zero_grad()
+        total, reference_total = 0.0, 0.0
+        parts = list(zip(images.chunk(2), labels.chunk(2), strict=True))
+        for part in parts:
+            loss = loss_fn(halves.net, *part) / 2
+            loss.backward()
+            total += float(loss)
+        with torch.no_grad():
+            reference_total = sum(float(loss_fn(halves.reference, *part)) / 2 for part in parts)
+        halves.optimizer.step()
+        halves.update(total, reference_total)
+        assert torch.equal(whole.mask, halves.mask)
+    assert torch.allclose(whole.keep_probs, halves.keep_probs, atol=1e-9)
+    for a, b in zip(whole.model.parameters(), halves.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-9)
+
+
+def test_autocast_in_bfloat16() -> None:
+    seen = []
+
+    def half_loss(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = net(images)
+            seen.append(logits.dtype)
+            return F.cross_entropy(logits.float(), labels)
+
+    sparse = start(make_optimizer=adamw, budget=Flops(0.5))
+    losses = [float(by_hand_with(sparse, half_loss, *batch)) for batch in batches(25)]
+    losses += [float(sparse.step(half_loss, *batch)) for batch in batches(25, seed=1)]
+    assert set(seen) == {torch.bfloat16}
+    assert all(p.dtype == torch.float32 for p in [*sparse.model.parameters(), *sparse.net.parameters()])
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert sparse.expected_cost <= 0.5
+
+
+def by_hand_with(sparse: SparseTraining, loss_fn: Any, images: Tensor, labels: Tensor) -> Tensor:
+    loss = loss_fn(sparse.net, images, labels)
+    with torch.no_grad():
+        reference_loss = loss_fn(sparse.reference, images, labels)
+    sparse.optimizer.zero_grad()
+    loss.backward()
+    sparse.optimizer.step()
+    sparse.update(loss, reference_loss)
+    return loss.detach()
+
+
+def test_grad_scaler(differences: Any) -> None:
+    """A scale that is a power of two changes nothing; an overflow skips the optimizer's step and halves the scale."""
+    plain, scaled = start(), start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for batch in batches(5):
+        plain.step(loss_fn, *batch)
+        loss = loss_fn(scaled.net, *batch)
+        with torch.no_grad():
+            reference_loss = loss_fn(scaled.reference, *batch)
+        scaled.optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(scaled.optimizer)
+        nn.utils.clip_grad_norm_(scaled.net.parameters(), 1e6)
+        scaler.step(scaled.optimizer)
+        scaler.update()
+        scaled.update(loss, reference_loss)
+    assert differences(everything(plain), everything(scaled)) == []
+
+    before = {name: tensor.clone() for name, tensor in scaled.model.named_parameters()}
+    loss = loss_fn(scaled.net, *batches(1)[0])
+    with torch.no_grad():
+        reference_loss = loss_fn(scaled.reference, *batches(1)[0])
+    scaled.optimizer.zero_grad()
+    scaler.scale(loss * 1e38).backward()
+    scaler.step(scaled.optimizer)
+    scaler.update()
+    scaled.update(loss, reference_loss)
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(before[name], tensor) for name, tensor in scaled.model.named_parameters())
+
+
+# --------------------------------------------------------------------------- losses that are not finite
+
+
+def nan_loss(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return loss_fn(net, images, labels) * float("nan")
+
+
+def nan_statistics(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return loss_fn(net, images.clone().fill_(float("inf")), labels)
+
+
+class NanReference:
+    """Only the second forward, that of the reference, fails."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        return loss_fn(net, images, labels) * (float("inf") if self.calls == 2 else 1.0)
+
+
+@pytest.mark.parametrize("bad", [nan_loss, nan_statistics, NanReference()], ids=["nan", "statistics", "reference"])
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_a_loss_that_is_not_finite_changes_nothing(bad: Any, make_optimizer: Any, differences: Any) -> None:
+    if isinstance(bad, NanReference):
+        bad.calls = 0
+    unharmed, harmed = (start(make_optimizer=make_optimizer) for _ in range(2))
+    data = batches(7)
+    for batch in data[:3]:
+        unharmed.step(loss_fn, *batch)
+        harmed.step(loss_fn, *batch)
+    before = everything(harmed)
+    with pytest.raises(NonFiniteLossError, match=r"(nan|inf) at step 3\b"):
+        harmed.step(bad, *data[3])
+    assert differences(before, everything(harmed)) == []
+    assert harmed.num_steps == 3
+    for batch in data[4:]:
+        assert torch.equal(unharmed.step(loss_fn, *batch), harmed.step(loss_fn, *batch))
+    assert differences(everything(unharmed), everything(harmed)) == []
+
+
+@pytest.mark.parametrize("bad", [nan_loss, nan_statistics])
+def test_a_loss_that_is_not_finite_within_a_window(bad: Any, differences: Any) -> None:
+    unharmed, harmed = (start(resample_every=4) for _ in range(2))
+    data = batches(7)
+    for batch in data[:2]:
+        unharmed.step(loss_fn, *batch)
+        harmed.step(loss_fn, *batch)
+    with pytest.raises(NonFiniteLossError, match=r"at step 2\b"):
+        harmed.step(bad, *data[2])
+    assert differences(everything(unharmed), everything(harmed)) == []
+    for batch in data[3:]:
+        unharmed.step(loss_fn, *batch)
+        harmed.step(loss_fn, *batch)
+    assert differences(everything(unharmed), everything(harmed)) == []
+
+
+def test_update_refuses_losses_that_are_not_finite() -> None:
+    sparse = start()
+    before = sparse.keep_probs
+    with pytest.raises(NonFiniteLossError, match="at step 0"):
+        sparse.update(torch.tensor(1.0), torch.tensor(float("nan")))
+    assert torch.equal(sparse.keep_probs, before)
+    sparse.update(torch.tensor(1.0), torch.tensor(2.0))
+    assert not torch.equal(sparse.keep_probs, before)
+
+
+# --------------------------------------------------------------------------- the model's and the optimizer's own state
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_state_dicts_within_a_window_are_dense_and_right(make_optimizer: Any, differences: Any) -> None:
+    asked, synced = (start(make_optimizer=make_optimizer, resample_every=4) for _ in range(2))
+    data = batches(8)
+    for batch in data[:6]:
+        asked.step(loss_fn, *batch)
+        synced.step(loss_fn, *batch)
+    model_state, optimizer_state = asked.model.state_dict(), asked.optimizer.state_dict()
+    synced.sync()
+    assert differences(dict(model_state), dict(synced.model.state_dict())) == []
+    assert differences(optimizer_state, synced.optimizer.state_dict()) == []
+
+    # They hold what the narrow network has learned, and are of a plain model and optimizer.
+    selection = asked.graph.select(asked.mask)
+    for name, parameter in asked.net.named_parameters():
+        assert torch.equal(selection.gather(name, model_state[name]), parameter.detach()), name
+    plain = Net()
+    plain.load_state_dict(model_state)
+    optimizer = make_optimizer(plain)
+    optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+    key = "momentum_buffer" if make_optimizer is sgd else "exp_avg"
+    names = [name for name, _ in plain.named_parameters()]
+    assert list(optimizer_state["state"]) == list(range(len(names)))
+    narrow = dict(asked.net.named_parameters())
+    for index, (name, parameter) in enumerate(plain.named_parameters()):
+        assert optimizer_state["state"][index][key].shape == parameter.shape
+        assert torch.equal(
+            selection.gather(name, optimizer_state["state"][index][key]), asked.optimizer.state[narrow[name]][key]
+        ), name
+    before = copy.deepcopy(plain.state_dict())
+    loss_fn(plain, *data[0]).backward()
+    optimizer.step()
+    assert not torch.equal(before["features.0.weight"], plain.state_dict()["features.0.weight"])
+
+    # Asking has changed nothing.
+    for batch in data[6:]:
+        asked.step(loss_fn, *batch)
+        synced.step(loss_fn, *batch)
+    assert differences(everything(asked), everything(synced)) == []
+
+
+def test_the_optimizer_state_of_absent_channels_rests() -> None:
+    sparse = start(resample_every=4)
+    data = batches(8)
+    for batch in data[:4]:
+        sparse.step(loss_fn, *batch)
+    before = copy.deepcopy(sparse.optimizer.state_dict()["state"])
+    weights = copy.deepcopy(sparse.model.state_dict())
+    absent = ~sparse.mask[:8]
+    assert bool(absent.any())
+    for batch in data[4:7]:
+        sparse.step(loss_fn, *batch)
+    after = sparse.optimizer.state_dict()["state"]
+    for index, name in ((0, "features.0.weight"), (2, "features.1.weight")):  # a convolution and its normalisation
+        now = sparse.model.state_dict()[name]
+        assert torch.equal(before[index]["momentum_buffer"][absent], after[index]["momentum_buffer"][absent])
+        assert torch.equal(weights[name][absent], now[absent])
+        assert not torch.equal(before[index]["momentum_buffer"][~absent], after[index]["momentum_buffer"][~absent])
+        assert not torch.equal(weights[name][~absent], now[~absent])
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_loading_the_model_takes_effect_and_keeps_the_optimizer(make_optimizer: Any, differences: Any) -> None:
+    """As in PyTorch: new weights are in use at once, the optimizer goes on with the state it has."""
+    sparse = start(make_optimizer=make_optimizer, resample_every=4)
+    for batch in batches(6):
+        sparse.step(loss_fn, *batch)
+    state = {p: copy.deepcopy(s) for p, s in sparse.optimizer.state.items()}  # of the narrow parameters, not synced
+    assert any(float(t.abs().sum()) > 0 for s in state.values() for t in s.values())
+    torch.manual_seed(7)
+    other = Net()
+    with torch.no_grad():
+        other.features[1].running_mean.uniform_()
+    sparse.model.load_state_dict(other.state_dict())
+    selection = sparse.graph.select(sparse.mask)
+    for name, tensor in [*sparse.net.named_parameters(), *sparse.net.named_buffers()]:
+        assert torch.equal(selection.gather(name, other.state_dict()[name]), tensor.detach()), name
+    assert differences(dict(other.state_dict()), dict(sparse.model.state_dict())) == []
+    for parameter, entries in state.items():
+        assert differences(entries, dict(sparse.optimizer.state[parameter])) == []
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_loading_the_optimizer_takes_effect_and_keeps_the_weights(make_optimizer: Any, differences: Any) -> None:
+    donor = start(make_optimizer=make_optimizer, seed=5)
+    for batch in batches(4, seed=5):
+        donor.step(loss_fn, *batch)
+    loaded = copy.deepcopy(donor.optimizer.state_dict())
+    loaded["param_groups"][0]["lr"] = 0.0123
+    sparse = start(make_optimizer=make_optimizer, resample_every=4)
+    data = batches(7)
+    for batch in data[:6]:
+        sparse.step(loss_fn, *batch)
+    weights = {name: p.detach().clone() for name, p in sparse.net.named_parameters()}
+    given = copy.deepcopy(loaded)
+    sparse.optimizer.load_state_dict(loaded)
+    assert differences(given, sparse.optimizer.state_dict()) == []
+    assert sparse.optimizer.param_groups[0]["lr"] == 0.0123
+    selection = sparse.graph.select(sparse.mask)
+    key = "momentum_buffer" if make_optimizer is sgd else "exp_avg"
+    for index, (name, parameter) in enumerate(sparse.net.named_parameters()):
+        narrow = sparse.optimizer.state[parameter][key]
+        assert torch.equal(narrow, selection.gather(name, given["state"][index][key])), name
+        assert torch.equal(parameter.detach(), weights[name]), name
+    sparse.step(loss_fn, *data[6])
+    assert differences(given, loaded) == [], "training must not write into the dict that was loaded"
+
+
+def test_copies_and_pickles_of_the_model_while_training(differences: Any) -> None:
+    undisturbed, sparse = start(), start()
+    data = batches(6)
+    for batch in data[:3]:
+        undisturbed.step(loss_fn, *batch)
+        sparse.step(loss_fn, *batch)
+    copied = copy.deepcopy(sparse.model)
+    pickled = pickle.loads(pickle.dumps(sparse.model))
+    state = copy.deepcopy(dict(sparse.model.state_dict()))
+    for twin in (copied, pickled):
+        assert type(twin) is Net
+        assert differences(state, dict(twin.state_dict())) == []
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        twin.load_state_dict(twin.state_dict())
+    for batch in data[3:]:
+        undisturbed.step(loss_fn, *batch)
+        sparse.step(loss_fn, *batch)
+    assert differences(everything(undisturbed), everything(sparse)) == []
+    assert float(sum(p.abs().sum() for p in copied.parameters())) == 0
+
+
+# --------------------------------------------------------------------------- settle and snapshot
+
+
+@pytest.mark.parametrize("budget", [Channels(0.5), Params(0.3), Flops(0.3)], ids=str)
+def test_settle_fixes_the_structure_and_trains_on(budget: Budget) -> None:
+    sparse = start(budget=budget, make_optimizer=adamw)
+    data = batches(12)
+    for batch in data[:4]:
+        sparse.step(loss_fn, *batch)
+    dense_flops = slimstart.flops(sparse.model, data[0][0])
+    dense_params = sum(p.numel() for p in sparse.model.parameters())
+    keep_probs = sparse.keep_probs
+    sparse.settle(data[:4], loss_fn)
+    assert sparse.settled
+    assert not sparse.needs_reference
+    mask = sparse.mask
+    if isinstance(budget, Channels):
+        assert int(mask.sum()) <= 18
+    elif isinstance(budget, Params):
+        assert sum(p.numel() for p in sparse.net.parameters()) <= 0.3 * dense_params
+    else:
+        assert slimstart.flops(sparse.net, data[0][0]) <= 0.3 * dense_flops
+
+    before = copy.deepcopy(sparse.model.state_dict())
+    record = Recorder()
+    for batch in data[4:]:
+        sparse.step(record, *batch)
+        assert torch.equal(sparse.mask, mask)
+    sparse.resample()
+    assert torch.equal(sparse.mask, mask)
+    assert len(record.nets) == 8, "no reference forwards any more"
+    assert torch.equal(sparse.keep_probs, keep_probs)
+    selection = sparse.graph.select(mask)
+    for name, after in sparse.model.state_dict().items():
+        inside = torch.zeros(after.shape, dtype=torch.bool)
+        selection.scatter_(name, inside, torch.ones(selection.shape(name, after.shape), dtype=torch.bool))
+        assert torch.equal(after[~inside], before[name][~inside]), name
+        assert not torch.equal(after[inside], before[name][inside]), name
+    assert torch.equal(selection.gather("head.weight", sparse.model.state_dict()["head.weight"]), sparse.net.head.weight)
+
+
+def test_settle_takes_the_best_of_its_masks() -> None:
+    """With a loss that counts the first layer's filters, the widest first layer of the candidates must win."""
+
+    def width(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        return -torch.tensor(float(net.features[0].weight.shape[0])) + 0 * net(images).sum()
+
+    sparse, twin = start(), start()
+    twin.sync()
+    candidates = twin.policy.candidates(10)
+    sparse.settle(batches(2), width, num_samples=10)
+    assert sparse.net.features[0].weight.shape[0] == int(candidates[:, :8].sum(1).max())
+    assert int(candidates[:, :8].sum(1).max()) > int(candidates[:, :8].sum(1).min())
+
+
+def test_settle_twice_is_settle_once(differences: Any) -> None:
+    sparse = start()
+    sparse.step(loss_fn, *batches(1)[0])
+    sparse.settle(batches(2), loss_fn)
+    before = everything(sparse)
+    sparse.settle(batches(2, seed=3), loss_fn)
+    assert differences(before, everything(sparse)) == []
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("resample_every", [1, 4])
+def test_snapshots_leave_training_bit_unchanged(measured: bool, resample_every: int, differences: Any) -> None:
+    def fresh() -> SparseTraining:
+        torch.manual_seed(0)
+        return start(Net(dropout=0.3), budget=Flops(0.3), resample_every=resample_every)
+
+    data = batches(8)
+    undisturbed = fresh()
+    for batch in data:
+        undisturbed.step(loss_fn, *batch)
+    expected, expected_random = everything(undisturbed), torch.get_rng_state()
+
+    watched = fresh()
+    for batch in data:
+        watched.step(loss_fn, *batch)
+        small = watched.snapshot(data[:2], loss_fn) if measured else watched.snapshot()
+    assert torch.equal(torch.get_rng_state(), expected_random)
+    assert differences(expected, everything(watched)) == []
+    assert type(small) is Net
+    assert slimstart.flops(small, data[0][0]) <= 0.3 * slimstart.flops(watched.model, data[0][0])
+    before = everything(watched)
+    with torch.no_grad():
+        for tensor in [*small.parameters(), *small.buffers()]:
+            tensor.zero_()
+    assert differences(before, everything(watched)) == [], "the snapshot shares tensors with the training"
+
+
+def test_a_snapshot_after_settling_is_the_settled_network() -> None:
+    sparse = start()
+    data = batches(4)
+    sparse.settle(data, loss_fn)
+    sparse.step(loss_fn, *data[0])
+    small = sparse.snapshot()
+    for (name, a), b in zip(small.named_parameters(), sparse.net.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    images = data[0][0]
+    assert torch.equal(small.eval()(images), sparse.net.eval()(images))
+
+
+# --------------------------------------------------------------------------- constructor errors
+
+
+def test_no_budget() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="`budget`"):
+        SparseTraining(model, sgd(model), bars(1, 0)[0])
+
+
+def test_budget_and_policy_together() -> None:
+    with pytest.raises(ValueError, match="`policy`"):
+        start(policy=FixedWidths)
+
+
+@pytest.mark.parametrize(("option", "value"), [("align", 2), ("resample_every", 0)])
+def test_options_out_of_range(option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"`{option}` is {value}"):
+        start(**{option: value})
+
+
+def test_unknown_coupling() -> None:
+    with pytest.raises(ValueError, match="'filter', 'stream'"):
+        start(coupling="both")
+
+
+def test_unknown_name_in_keep() -> None:
+    with pytest.raises(ValueError, match="conv9"):
+        start(keep=["conv9"])
+
+
+@pytest.mark.parametrize("budget", [Channels, Params, Flops])
+def test_an_infeasible_budget_names_the_range(budget: Any) -> None:
+    with pytest.raises(BudgetError, match=r"feasible from 0\.\d+ to 1") as caught:
+        start(budget=budget(0.001))
+    least = float(str(caught.value).rsplit("feasible from ", 1)[1].split(" ")[0])
+    assert 0.001 < least < 1
+    start(budget=budget(least))  # what the message offers is accepted
+
+
+def test_example_inputs_of_the_wrong_type() -> None:
+    model = Net()
+    with pytest.raises(TypeError, match="`example_inputs` is a str"):
+        SparseTraining(model, sgd(model), "images", Channels(0.5))
+
+
+def test_a_refused_construction_leaves_model_and_optimizer_as_they_were() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    with pytest.raises(BudgetError):
+        SparseTraining(model, optimizer, bars(1, 0)[0], Flops(0.0001))
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    SparseTraining(model, optimizer, bars(1, 0)[0], Flops(0.5)).step(loss_fn, *batches(1)[0])
+
+
+def test_kept_layers_stay_whole() -> None:
+    sparse = start(keep=["features.3"])
+    for batch in batches(3):
+        sparse.step(loss_fn, *batch)
+        assert sparse.net.features[3].weight.shape[0] == 12
+        assert sparse.net.features[0].weight.shape[0] < 8
+    assert sparse.graph.num_units == 8 + 16
+
+
+# --------------------------------------------------------------------------- a policy of one's own
+
+
+class FixedWidths:
+    """The first half of every group, always: no randomness, nothing learned."""
+
+    num_masks = 1
+
+    def __init__(self, table: CostTable) -> None:
+        groups = table.unit_group
+        rank = torch.cat([torch.arange(int(n)) for n in torch.bincount(groups)])
+        self.mask = rank < torch.bincount(groups)[groups] // 2
+        self.losses: list[float] = []
+
+    @property
+    def keep_probs(self) -> Tensor:
+        return self.mask.double()
+
+    @property
+    def expected_cost(self) -> float:
+        return 0.5
+
+    def draw(self) -> Tensor:
+        return self.mask[None].clone()
+
+    def update(self, losses: Tensor) -> None:
+        assert losses.shape == (1,)
+        self.losses.append(float(losses[0]))
+
+    def best_guess(self) -> Tensor:
+        return self.mask.clone()
+
+    def candidates(self, n: int) -> Tensor:
+        return self.mask.expand(n, -1).clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.losses = list(state["losses"])
+
+
+def test_a_policy_of_ones_own(differences: Any) -> None:
+    """Fixed widths through SparseTraining are plain training of the narrow network."""
+    policy: Any = FixedWidths  # a class is a callable that takes the table
+    _: type[Policy] = FixedWidths
+    sparse = start(budget=None, policy=policy)
+    assert isinstance(sparse.policy, FixedWidths)
+    assert not sparse.needs_reference
+    assert sparse.keep_probs.tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 6 + [0.0] * 6 + [1.0] * 8 + [0.0] * 8
+    plain = slimstart.compact(sparse.model, sparse.graph.select(sparse.mask))
+    optimizer = sgd(plain)
+    losses = []
+    for batch in batches(5):
+        loss = loss_fn(plain, *batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+        assert torch.equal(sparse.step(loss_fn, *batch), loss.detach())
+    assert sparse.policy.losses == losses
+    for (name, a), b in zip(sparse.net.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    small = sparse.finish(batches(2), loss_fn)
+    assert [m.weight.shape[0] for m in small.modules() if isinstance(m, nn.Conv2d)] == [4, 6, 8]
+
+    other = start(budget=None, policy=policy)
+    other.load_state_dict(sparse.state_dict())
+    assert other.policy.losses == losses
+    assert differences(everything(sparse), everything(other)) == []
+
+
+# --------------------------------------------------------------------------- other networks
+
+
+@pytest.mark.parametrize("coupling", ["filter", "stream"])
+@pytest.mark.parametrize("name", ["resnet_basic", "mobilenet_v2", "densenet", "vit_fused"])
+def test_the_loss_falls_on_networks_of_the_zoo(name: str, coupling: str) -> None:
+    """One batch, learned by heart, by networks with residual streams, depthwise layers, concatenation, attention."""
+    torch.manual_seed(0)
+    model = ZOO[name].factory()
+    images, labels = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
+    sparse = SparseTraining(model, adamw(model), images[:2], Flops(0.5), coupling=coupling)
+    losses = [float(sparse.step(loss_fn, images, labels)) for _ in range(30)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert sparse.expected_cost <= 0.5
+    small = sparse.finish([(images, labels)], loss_fn)
+    assert slimstart.flops(small, images) <= 0.5 * slimstart.flops(model, images)
