@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -24,13 +23,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slimstart import checkpoints
-from slimstart.errors import NonFiniteLossError, TraceError
+from slimstart.engine import check_finite, forward_without_trace, undoing_statistics
+from slimstart.engine.eager import LossFunction
+from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy
 from slimstart.subnet import OptimizerLink, Subnet, compact, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense, remove_from
-
-LossFunction = Callable[..., Tensor]
 
 
 class SparseTraining:
@@ -127,10 +126,10 @@ class SparseTraining:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
                 step before.
         """
-        with self._undoing_statistics():
+        with undoing_statistics(self._net.buffers):
             loss = loss_fn(self.net, *batch)
-            reference_losses = [self._forward_only(loss_fn, net, batch) for net in self.references()]
-            self._check_finite(loss, *reference_losses)
+            reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
+            check_finite(self.num_steps, loss, *reference_losses)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -183,7 +182,7 @@ class SparseTraining:
                 losses += list(reference_loss) if several else [reference_loss]  # type: ignore[arg-type,list-item]
             if len(losses) != self.policy.num_masks or any(one is None for one in losses):
                 raise ValueError("`needs_reference` is true, so `update` needs the loss of `sparse.reference` too")
-            self._check_finite(*losses)
+            check_finite(self.num_steps, *losses)
             self.policy.update(torch.stack([torch.as_tensor(one).detach().double().cpu() for one in losses]))
         self.num_steps += 1
         self._held_steps += 1
@@ -290,7 +289,7 @@ class SparseTraining:
         totals = []
         for mask in candidates:
             self._reference.load(self.graph.select(mask))
-            losses = [float(self._forward_only(loss_fn, self._reference.module, batch)) for batch in batches]
+            losses = [float(forward_without_trace(loss_fn, self._reference.module, batch)) for batch in batches]
             totals.append(sum(losses) if all(map(math.isfinite, losses)) else math.inf)
         return candidates[totals.index(min(totals))]
 
@@ -367,29 +366,3 @@ class SparseTraining:
 
     def _dense_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self._link.dense_state_dict(state_dict)
-
-    def _forward_only(self, loss_fn: LossFunction, net: nn.Module, batch: tuple[Any, ...]) -> Tensor:
-        """A forward that leaves no trace: no gradient, and the random numbers of the main forward are not touched."""
-        devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            return loss_fn(net, *batch)
-
-    def _check_finite(self, *losses: Tensor | float) -> None:
-        for which, loss in zip(("loss", *["reference loss"] * len(losses)), losses, strict=False):
-            if not math.isfinite(float(loss.detach() if isinstance(loss, Tensor) else loss)):
-                raise NonFiniteLossError(
-                    f"the {which} is {float(loss)} at step {self.num_steps}; nothing has been updated. "
-                    "Lower the learning rate, clip gradients, or go back to a checkpoint"
-                )
-
-    @contextmanager
-    def _undoing_statistics(self) -> Iterator[None]:
-        """Put normalisation statistics back if what follows fails."""
-        buffers = self._net.buffers
-        before = [buffer.clone() for buffer in buffers]
-        try:
-            yield
-        except NonFiniteLossError:
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
-            raise

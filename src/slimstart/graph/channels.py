@@ -19,6 +19,8 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -146,15 +148,20 @@ class Selection:
     happens: Tensor = field(repr=False)  # per event, with a True behind the last for index -1
 
     @cached_property
-    def _kept(self) -> dict[int, Tensor | None]:
+    def _kept(self) -> dict[tuple[int, torch.device], Tensor | None]:
         return {}
 
-    def kept(self, axis: int) -> Tensor | None:
+    def kept(self, axis: int, device: torch.device = _CPU) -> Tensor | None:
         """Indices that stay along an axis, in order; None where all do."""
-        if axis not in self._kept:
-            present = self.present(axis)
-            self._kept[axis] = None if bool(present.all()) else present.nonzero().squeeze(1)
-        return self._kept[axis]
+        if (axis, device) not in self._kept:
+            if device == _CPU:
+                present = self.present(axis)
+                indices = None if bool(present.all()) else present.nonzero().squeeze(1)
+            else:  # once per axis and not once per tensor
+                on_host = self.kept(axis)
+                indices = None if on_host is None else on_host.to(device)
+            self._kept[axis, device] = indices
+        return self._kept[axis, device]
 
     def present(self, axis: int) -> Tensor:
         """Bool tensor: which indices of an axis stay."""
@@ -164,14 +171,10 @@ class Selection:
         kept = self.kept(axis)
         return self.graph.axes[axis].numel() if kept is None else kept.numel()
 
-    def indices(self, name: str, device: torch.device | None = None) -> dict[int, Tensor]:
+    def indices(self, name: str, device: torch.device = _CPU) -> dict[int, Tensor]:
         """{dimension: indices that stay} for a named tensor; dimensions that stay whole are not listed."""
-        found = {}
-        for piece in self.graph.tensors.get(name, ()):
-            kept = self.kept(piece.axis)
-            if kept is not None:
-                found[piece.dim] = kept.to(device) if device is not None else kept
-        return found
+        found = {piece.dim: self.kept(piece.axis, device) for piece in self.graph.tensors.get(name, ())}
+        return {dim: kept for dim, kept in found.items() if kept is not None}
 
     def shape(self, name: str, dense: torch.Size) -> torch.Size:
         """The shape that `gather` gives to a tensor of this name."""

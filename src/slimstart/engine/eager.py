@@ -1,0 +1,45 @@
+"""Running a loss function eagerly: forwards that leave no trace, and steps that fail without leaving one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.errors import NonFiniteLossError
+
+LossFunction = Callable[..., Tensor]
+
+
+def forward_without_trace(loss_fn: LossFunction, net: nn.Module, batch: Sequence[Any]) -> Tensor:
+    """The loss of a network, without gradient, and with the random numbers of the main forward left alone."""
+    devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        return loss_fn(net, *batch)
+
+
+def check_finite(step: int, *losses: Tensor | float) -> None:
+    """Refuse a loss (the first) or a reference loss (the others) that is NaN or infinite."""
+    for which, loss in zip(("loss", *["reference loss"] * len(losses)), losses, strict=False):
+        value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        if not math.isfinite(value):
+            raise NonFiniteLossError(
+                f"the {which} is {value} at step {step}; nothing has been updated. "
+                "Lower the learning rate, clip gradients, or go back to a checkpoint"
+            )
+
+
+@contextmanager
+def undoing_statistics(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Put normalisation statistics back if a loss turns out not to be finite."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    except NonFiniteLossError:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        raise
