@@ -1,8 +1,8 @@
 """A slow, obvious masked dense network: the user's own dense module, with hooks that set dropped channels to zero.
 
 Nothing here uses slimstart's slices, axes or ports. `Live` says for one layer which channels it reads and which it
-writes. It is written out by hand in the tests, or found by `liveness`: the network's own forward is run with layers that
-pass on ones and zeros instead of values. A filter of a layer is one where the mask keeps its unit; a layer within
+writes. It is written out by hand in the tests, or found by `liveness`: the network's own forward is run with layers
+that pass on ones and zeros instead of values. A filter writes ones where the mask keeps its unit; a layer within
 channels (normalisation, depthwise convolution) keeps the channels that reach it; sums, concatenations and reshapes
 are those of the forward itself.
 """
@@ -39,7 +39,7 @@ def live(size: tuple[int, int], inputs: Sequence[int] | None, outputs: Sequence[
     return Live(vector(size[0], inputs), vector(size[1], outputs))
 
 
-# --- kinds of layers -----------------------------------------------------------------------------------------------------
+# --- kinds of layers -------------------------------------------------------------------------------------------------
 
 
 def _is_depthwise(layer: nn.Module) -> bool:
@@ -75,7 +75,7 @@ def _along(vector: Tensor, layer: nn.Module, tensor: Tensor) -> Tensor:
     return vector.to(tensor.dtype).view(shape)
 
 
-# --- which channels are live --------------------------------------------------------------------------------------------
+# --- which channels are live -----------------------------------------------------------------------------------------
 
 
 class _OnesStayOnes(TorchFunctionMode):
@@ -97,7 +97,7 @@ def liveness(model: nn.Module, example_inputs: Any, filters: Mapping[str, Tensor
         filters: for every layer that writes new channels, the unit of each of its filters (-1: always kept).
         mask: which units are kept, with at least one in every group.
     """
-    twin = copy.deepcopy(model).double().eval()
+    twin = copy.deepcopy(model).double()
     with torch.no_grad():
         for tensor in (*twin.parameters(), *twin.buffers()):
             if tensor.is_floating_point():
@@ -133,11 +133,12 @@ def liveness(model: nn.Module, example_inputs: Any, filters: Mapping[str, Tensor
         if tensor.is_floating_point():
             tensor.fill_(1.0)
     with torch.no_grad(), _OnesStayOnes():
-        call(twin, copy.deepcopy(ones))
+        for training in (True, False):  # auxiliary heads run in one of them only
+            call(twin.train(training), copy.deepcopy(ones))
     return found
 
 
-# --- the masked network, and what a narrow one must hold -----------------------------------------------------------------
+# --- the masked network, and what a narrow one must hold -------------------------------------------------------------
 
 
 def masked(model: nn.Module, live: Mapping[str, Live]) -> nn.Module:

@@ -18,9 +18,14 @@ from slimstart.graph.rules.shapes import pairwise
 from slimstart.graph.tracer import Call, Tracer, Value
 
 ADDITIONS = frozenset({"add", "sub", "rsub", "subtract"})
+UNTAGGED = (  # pointwise operations that some releases of PyTorch do not tag as such
+    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "mish", "gelu", "elu", "celu", "selu", "softplus",
+    "leaky_relu", "threshold", "sigmoid", "tanh", "log_sigmoid", "logsigmoid", "hardshrink", "softshrink", "softsign",
+    "tanhshrink", "where", "masked_fill", "clamp", "clip", "square", "maximum", "minimum", "lerp", "addcmul", "addcdiv",
+)  # fmt: skip
 
 
-@rule("pointwise")
+@rule("pointwise", *UNTAGGED)
 def pointwise(tracer: Tracer, call: Call) -> None:
     """Any operation that PyTorch tags as pointwise."""
     tensors = [leaf for leaf in tree_flatten(call.arguments)[0] if isinstance(leaf, Tensor)]
