@@ -10,6 +10,7 @@ are those of the forward itself.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -159,9 +160,9 @@ def masked(model: nn.Module, live: Mapping[str, Live]) -> nn.Module:
 
 def kept_indices(model: nn.Module, live: Mapping[str, Live], name: str) -> list[Tensor]:
     """For every dimension of a named parameter or buffer, the indices that a narrow network holds."""
-    tensor = model.state_dict(keep_vars=True)[name]
-    whole = [torch.arange(size) for size in tensor.shape]
     module, _, kind = name.rpartition(".")
+    tensor = operator.attrgetter(name)(model)
+    whole = [torch.arange(size) for size in tensor.shape]
     if module not in live or tensor.dim() == 0:
         return whole
     layer, (inputs, outputs) = model.get_submodule(module), live[module]
@@ -189,7 +190,6 @@ def cut(model: nn.Module, live: Mapping[str, Live], name: str, tensor: Tensor) -
 def kept_entries(model: nn.Module, live: Mapping[str, Live], name: str) -> Tensor:
     """Bool tensor of the dense shape: which entries a narrow network holds."""
     indices = kept_indices(model, live, name)
-    entries = torch.zeros(model.state_dict()[name].shape, dtype=torch.bool)
-    if indices:
-        entries[torch.meshgrid(*indices, indexing="ij")] = True
+    entries = torch.zeros(operator.attrgetter(name)(model).shape, dtype=torch.bool)
+    entries[torch.meshgrid(*indices, indexing="ij") if indices else ...] = True
     return entries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,12 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return state
 
 
-def check(state: Any, own: Mapping[str, Any]) -> None:
-    """Refuse a state dict that is not of the training whose own state dict is given."""
+def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.Size]) -> None:
+    """Refuse a state dict that is not of the training whose own state dict is given.
+
+    Args:
+        parameter_shapes: dense shapes of the optimizer's parameters, in their order.
+    """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise CheckpointError(f"this is not a state dict of SparseTraining (no 'format': {FORMAT!r})")
     if missing := sorted(_KEYS - state.keys()):
@@ -48,16 +52,27 @@ def check(state: Any, own: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the state dict has {key}={state[key]!r}, this training {own[key]!r}")
     if _shapes(state["model"]) != _shapes(own["model"]):
         raise CheckpointError("the state dict's model has other tensors or shapes than this one")
-    if _groups(state["optimizer"]) != _groups(own["optimizer"]):
-        raise CheckpointError("the state dict's optimizer has other parameter groups than this one")
     masks = state["masks"]
     if masks.dim() != 2 or masks.shape[1] != own["num_units"] or masks.dtype != torch.bool:
         raise CheckpointError("the state dict's masks do not fit the network")
+    optimizer = state["optimizer"]
+    if missing := sorted({"state", "param_groups"} - optimizer.keys()):
+        raise CheckpointError(f"the state dict's optimizer lacks {', '.join(missing)}; it is incomplete")
+    if _groups(optimizer) != _groups(own["optimizer"]):
+        raise CheckpointError("the state dict's optimizer is of another kind, or has other parameter groups")
+    for index, entries in optimizer["state"].items():
+        for key, value in entries.items():
+            if getattr(value, "ndim", 0) > 0 and value.shape != parameter_shapes[index]:
+                raise CheckpointError(
+                    f"the state dict's optimizer has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
+                    f"{tuple(parameter_shapes[index])}"
+                )
 
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(tensor, "shape", None) for name, tensor in model.items()}
 
 
-def _groups(optimizer: Mapping[str, Any]) -> list[int]:
-    return [len(group["params"]) for group in optimizer["param_groups"]]
+def _groups(optimizer: Mapping[str, Any]) -> list[tuple[int, frozenset[str]]]:
+    """The number of parameters of each group, and the hyper-parameters it has."""
+    return [(len(group["params"]), frozenset(group)) for group in optimizer["param_groups"]]

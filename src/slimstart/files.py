@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.errors import CheckpointError
-from slimstart.subnet.compact import COUNTED, tensor_names, tensor_places
+from slimstart.subnet.compact import RECORD, Record, tensor_names, tensor_places
 from slimstart.subnet.streams import StreamPort, open_port, set_port
 
 _FORMAT = "slimstart.network/1"
@@ -38,8 +38,8 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save as to_bytes
 
-    counted = vars(network).get(COUNTED)
-    if counted is None:
+    record = vars(network).get(RECORD)
+    if not isinstance(record, Record):
         raise ValueError(
             "`network` does not come from `finish`, `snapshot` or `compact`, so its structure is not known"
         )
@@ -50,7 +50,8 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     structure = {
         "format": _FORMAT,
         "sha256": hashlib.sha256(blob).hexdigest(),
-        "attributes": [[m, a, int(getattr(network.get_submodule(m), a))] for m, a in counted],
+        "dense": {name: list(shape) for name, shape in record.dense.items()},
+        "attributes": [[m, a, int(getattr(network.get_submodule(m), a))] for m, a in record.counted],
         "ports": {
             name: {
                 "read": None if layer.stream_read is None else layer.stream_read.tolist(),
@@ -61,9 +62,16 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
             for name, layer in ports.items()
         },
     }
+    structure["digest"] = _digest(structure)
     tensors_path, structure_path = _paths(path)
     _write(tensors_path, blob)
     _write(structure_path, (json.dumps(structure, indent=1) + "\n").encode())
+
+
+def _digest(structure: dict[str, Any]) -> str:
+    """Of everything in the structure but the digest itself."""
+    rest = {key: value for key, value in structure.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -82,6 +90,7 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     Raises:
         CheckpointError: a file is missing, truncated, foreign, or of another class of network.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
     tensors_path, structure_path = _paths(path)
@@ -91,12 +100,14 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
         raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
     if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
         raise CheckpointError(f"{structure_path.name!r} is not a structure file of slimstart ({_FORMAT!r})")
+    if structure.get("digest") != _digest(structure):
+        raise CheckpointError(f"{structure_path.name!r} has been changed since it was written")
     if hashlib.sha256(blob).hexdigest() != structure.get("sha256"):
         raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
     network = model_factory()
     try:
         _rebuild(network, from_bytes(blob), structure)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{os.fspath(path)!r} does not fit what `model_factory` builds: {error}") from error
     return network
 
@@ -104,24 +115,23 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
 @torch.no_grad()
 def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str, Any]) -> None:
     dense = tensor_names(network)
-    if dense.keys() != tensors.keys():
-        odd = sorted(dense.keys() ^ tensors.keys())
-        raise ValueError(f"tensors {odd[:5]} are in one of the two only")
+    shapes = {name: list(tensor.shape) for name, tensor in dense.items()}
+    if odd := sorted(shapes.keys() ^ structure["dense"].keys()) or sorted(
+        name for name, shape in shapes.items() if shape != structure["dense"][name]
+    ):
+        raise ValueError(f"the dense networks differ in {odd[:5]}")
     places = tensor_places(network)
     for name, old in dense.items():
-        if old.dim() != tensors[name].dim():
-            raise ValueError(f"{name} has {tensors[name].dim()} dimensions there and {old.dim()} here")
         value = tensors[name].to(old.device)
         fresh = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
         for path, key in places[name]:
             setattr(network.get_submodule(path), key, fresh)
-    counted = []
     for module_name, attribute, value in structure["attributes"]:
         setattr(network.get_submodule(module_name), attribute, int(value))
-        counted.append((module_name, attribute))
     for name, port in structure["ports"].items():
         layer = network.get_submodule(name)
         open_port(layer)
         indices = [None if i is None else torch.tensor(i, dtype=torch.int64) for i in (port["read"], port["write"])]
         set_port(layer, indices[0], indices[1], int(port["width"]), (int(port["dims"][0]), int(port["dims"][1])))
-    vars(network)[COUNTED] = tuple(counted)
+    counted = tuple((module, attribute) for module, attribute, _ in structure["attributes"])
+    vars(network)[RECORD] = Record(counted, {name: tuple(shape) for name, shape in shapes.items()})

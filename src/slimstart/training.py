@@ -12,6 +12,7 @@ or accumulation. What is learned sits behind `slimstart.structure.Policy`; how t
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -129,7 +130,7 @@ class SparseTraining:
         with undoing_statistics(self._net.buffers):
             loss = loss_fn(self.net, *batch)
             reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
-            check_finite(self.num_steps, loss, *reference_losses)
+            check_finite(self.num_steps, loss, *reference_losses, unchanged="weights and keep-probabilities are")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -141,6 +142,7 @@ class SparseTraining:
     @property
     def net(self) -> nn.Module:
         """The narrow network to train. It is one object for ever, but its parameters change with every draw."""
+        self._current = False  # whoever asks for it may train it
         return self._net.module
 
     @property
@@ -182,11 +184,10 @@ class SparseTraining:
                 losses += list(reference_loss) if several else [reference_loss]  # type: ignore[arg-type,list-item]
             if len(losses) != self.policy.num_masks or any(one is None for one in losses):
                 raise ValueError("`needs_reference` is true, so `update` needs the loss of `sparse.reference` too")
-            check_finite(self.num_steps, *losses)
+            check_finite(self.num_steps, *losses, unchanged="keep-probabilities are")
             self.policy.update(torch.stack([torch.as_tensor(one).detach().double().cpu() for one in losses]))
         self.num_steps += 1
         self._held_steps += 1
-        self._current = False
         if not self.settled and self._held_steps >= self.resample_every:
             self.resample()
 
@@ -198,7 +199,10 @@ class SparseTraining:
             self._point()
 
     def sync(self) -> None:
-        """Write what `net` and the optimizer have learned into the dense model and state."""
+        """Write what `net` and the optimizer have learned into the dense model and state.
+
+        Asking for a state dict does it by itself; before `copy.deepcopy(model)` in mid-window, do it by hand.
+        """
         if not self._current:
             self._net.store()
             assert self._net.selection is not None
@@ -243,24 +247,28 @@ class SparseTraining:
         """
         if self.settled:
             return
-        seen = list(islice(batches, max_batches))
+        seen = _some(batches, max_batches)
         self.sync()
         self._masks = self._best_mask(seen, loss_fn, num_samples)[None]
         self.settled = True
         self._point()
         recalibrate(self.net, seen, loss_fn)
-        self._current = False
 
     def snapshot(
-        self, batches: Iterable[tuple[Any, ...]] | None = None, loss_fn: LossFunction | None = None
+        self,
+        batches: Iterable[tuple[Any, ...]] | None = None,
+        loss_fn: LossFunction | None = None,
+        max_batches: int = 20,
     ) -> nn.Module:
         """A finished copy for validation, from the likeliest mask; training goes on untouched.
 
         Args:
             batches, loss_fn: to measure normalisation statistics anew; without them those of training are used.
+            max_batches: how many of the batches to look at.
         """
         self.sync()
-        return self._finished(self._masks[0] if self.settled else self.policy.best_guess(), batches, loss_fn, False)
+        mask = self._masks[0] if self.settled else self.policy.best_guess()
+        return self._finished(mask, None if batches is None else _some(batches, max_batches), loss_fn, plain=False)
 
     def finish(
         self,
@@ -278,7 +286,7 @@ class SparseTraining:
             max_batches: how many of the batches to look at.
             plain: do without `StreamPort` on residual streams, at the price of rows of zeros.
         """
-        seen = list(islice(batches, max_batches))
+        seen = _some(batches, max_batches)
         self.sync()
         mask = self._masks[0] if self.settled else self._best_mask(seen, loss_fn, num_samples)
         return self._finished(mask, seen, loss_fn, plain)
@@ -294,7 +302,7 @@ class SparseTraining:
         return candidates[totals.index(min(totals))]
 
     def _finished(
-        self, mask: Tensor, batches: Iterable[tuple[Any, ...]] | None, loss_fn: LossFunction | None, plain: bool
+        self, mask: Tensor, batches: Sequence[tuple[Any, ...]] | None, loss_fn: LossFunction | None, plain: bool
     ) -> nn.Module:
         small = compact(self.model, self.graph.select(mask), plain)
         remove_from(small)
@@ -319,7 +327,7 @@ class SparseTraining:
             "masks": self._masks.clone(),
             "policy": self.policy.state_dict(),
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "random": torch.get_rng_state(),
         }
 
@@ -329,13 +337,13 @@ class SparseTraining:
         Raises:
             CheckpointError: the dict is not ours, or belongs to another network; nothing is changed then.
         """
-        checkpoints.check(state, own=self.state_dict())
+        checkpoints.check(state, own=self.state_dict(), parameter_shapes=self._link.dense_shapes)
         self.policy.load_state_dict(state["policy"])
         self._current = True
         self._masks, self.settled = state["masks"].clone(), bool(state["settled"])
         self.model.load_state_dict(state["model"])
         self._point()
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.num_steps, self._held_steps = int(state["num_steps"]), int(state["held_steps"])
         torch.set_rng_state(state["random"].cpu())
 
@@ -356,9 +364,10 @@ class SparseTraining:
     def _reload(self) -> None:
         """The dense model has been loaded: `net` takes the new values over."""
         assert self._net.selection is not None
-        self._current = True
+        self._link.store(self._net.selection)  # what the optimizer knows is not in the model
         self._net.load(self._net.selection)
         self._link.point(self._net.parameters, self._net.selection)
+        self._current = True
 
     def _adopt(self) -> None:
         assert self._net.selection is not None
@@ -366,3 +375,11 @@ class SparseTraining:
 
     def _dense_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self._link.dense_state_dict(state_dict)
+
+
+def _some(batches: Iterable[Any], most: int) -> list[tuple[Any, ...]]:
+    """The first batches, each as a tuple of what a loss function takes."""
+    seen = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in islice(batches, most)]
+    if not seen:
+        raise ValueError("`batches` is empty; give some training batches, to choose a mask and to measure statistics")
+    return seen

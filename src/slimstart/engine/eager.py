@@ -22,13 +22,18 @@ def forward_without_trace(loss_fn: LossFunction, net: nn.Module, batch: Sequence
         return loss_fn(net, *batch)
 
 
-def check_finite(step: int, *losses: Tensor | float) -> None:
-    """Refuse a loss (the first) or a reference loss (the others) that is NaN or infinite."""
+def check_finite(step: int, *losses: Tensor | float, unchanged: str) -> None:
+    """Refuse a loss (the first) or a reference loss (the others) that is NaN or infinite.
+
+    Args:
+        step: for the message.
+        unchanged: for the message too: what has not been updated.
+    """
     for which, loss in zip(("loss", *["reference loss"] * len(losses)), losses, strict=False):
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         if not math.isfinite(value):
             raise NonFiniteLossError(
-                f"the {which} is {value} at step {step}; nothing has been updated. "
+                f"the {which} is {value} at step {step}; {unchanged} as before. "
                 "Lower the learning rate, clip gradients, or go back to a checkpoint"
             )
 

@@ -64,6 +64,15 @@ class Solver:
             return None
         return self.roots(self.ledger.live[node] if live else self.carried[self.ledger.carriers.find(node)])
 
+    def exists_table(self) -> list[Atoms | None]:
+        """`exists` for every presence at once, by index."""
+        find = self.ledger.carriers.find
+        table: list[Atoms | None] = [None, None] * (ZERO + 1)
+        for node in range(ZERO + 1, len(self.ledger.live)):
+            table.append(self.roots(self.carried[find(node)]))
+            table.append(self.roots(self.ledger.live[node]))
+        return table
+
     def roots(self, atoms: Atoms | None) -> Atoms | None:
         """What a set of writers comes down to: one filter for each tie, or None if one of them is always kept."""
         if atoms is None:
@@ -186,11 +195,12 @@ def _guarantee_channels(solver: Solver, axes: Sequence[Sequence[Presence]]) -> d
         for root, group in groups.items():
             members[group].add(root)
         stable = True
+        exists = solver.exists_table()
         for axis in axes:
-            sets = [solver.exists(presence) for presence in axis]
+            sets = {exists[presence] for presence in axis}
             if not sets or None in sets:
                 continue
-            roots_here = {root for s in sets if s is not None for root in s}
+            roots_here: set[int] = set().union(*(s for s in sets if s is not None))
             if not any(members[groups[r]] <= roots_here for r in roots_here):
                 solver.freeze([min(roots_here)], "a layer would be left without channels")
                 stable = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slimstart.costs import CostTable, Factor, Polynomial, Term
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
-from slimstart.graph.ledger import ZERO, PortNote, Presence, UnionFind, when_carried, when_live
+from slimstart.graph.ledger import CONSTANT, ZERO, PortNote, Presence, UnionFind, when_carried, when_live
 from slimstart.graph.sizes import Attribute
 
 if TYPE_CHECKING:
@@ -29,9 +29,10 @@ class Tables:
         self.axes: dict[tuple[int, ...], int] = {}
         self.factors: dict[tuple[int, ...], int] = {}
         # Remembered, because a network names the same channels many times over.
+        self._event_table = [self.event(roots) for roots in solver.exists_table()]
         self._events_of: dict[tuple[Presence, ...], tuple[int, ...]] = {}
         self._carried_axis_of: dict[tuple[Presence, ...], int] = {}
-        self._without_ports = _carriers_without_ports(solver)
+        self._carried_table = [self.event(solver.roots(atoms)) for atoms in _carried_without_ports(solver)]
 
     def event(self, roots: frozenset[int] | None) -> int:
         """The event on which a channel depends, by the filters that write it; -1 if it always exists."""
@@ -39,7 +40,7 @@ class Tables:
 
     def _events(self, presences: tuple[Presence, ...]) -> tuple[int, ...]:
         if presences not in self._events_of:
-            self._events_of[presences] = tuple(self.event(self.solver.exists(p)) for p in presences)
+            self._events_of[presences] = tuple(map(self._event_table.__getitem__, presences))
         return self._events_of[presences]
 
     def axis(self, presences: tuple[Presence, ...]) -> int | None:
@@ -50,10 +51,7 @@ class Tables:
     def carried_axis(self, presences: tuple[Presence, ...]) -> int:
         """The axis of the tensors that carry these channels, if no layer had a port."""
         if presences not in self._carried_axis_of:
-            find, carried = self._without_ports
-            nodes = [presence // 2 for presence in presences]
-            written = (carried[find(node)] if node > ZERO else None for node in nodes)
-            events = tuple(self.event(self.solver.roots(atoms)) for atoms in written)
+            events = tuple(self._carried_table[presence // 2] for presence in presences)
             self._carried_axis_of[presences] = self.axes.setdefault(events, len(self.axes))
         return self._carried_axis_of[presences]
 
@@ -190,21 +188,21 @@ def write_graph(
     )
 
 
-def _carriers_without_ports(solver: Solver) -> tuple[Callable[[int], int], dict[int, frozenset[int] | None]]:
-    """Carriers as they would be if a layer within channels had to be as wide on both sides."""
+def _carried_without_ports(solver: Solver) -> list[frozenset[int] | None]:
+    """For every node, what writes its carrier if a layer within channels has to be as wide on both sides."""
     merged = UnionFind()
     merged.parent = list(solver.ledger.carriers.parent)
     for first, second in solver.ledger.same_width:
         merged.union(first, second)
     written: dict[int, set[int]] = defaultdict(set)
-    always: set[int] = set()
+    always = {merged.find(CONSTANT), merged.find(ZERO)}
     for carrier, atoms in solver.carried.items():
         root = merged.find(carrier)
         written[root] |= atoms or set()
         if atoms is None:
             always.add(root)
-    roots = {merged.find(node) for node in range(len(merged.parent))}
-    return merged.find, {r: None if r in always else frozenset(written[r]) for r in roots}
+    sets = {root: None if root in always else frozenset(atoms) for root, atoms in written.items()}
+    return [sets[merged.find(node)] for node in range(len(merged.parent))]
 
 
 def _ports(tables: Tables, notes: dict[str, PortNote]) -> dict[str, Port]:

@@ -7,6 +7,7 @@ entries that the selection keeps, and the integer attributes that count channels
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,21 @@ from torch import Tensor, nn
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.subnet.streams import close_port, open_port, set_port
 
-COUNTED = "_slimstart_counted"
-"""Where a narrow module keeps the (module, attribute) pairs that count channels, for `slimstart.save`."""
+RECORD = "_slimstart_record"
+"""Where a narrow module keeps its `Record`, for `slimstart.save`."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a narrow module's own tensors do not tell.
+
+    Attributes:
+        counted: (module, attribute) pairs that count channels.
+        dense: the shapes of the dense model's tensors.
+    """
+
+    counted: tuple[tuple[str, str], ...]
+    dense: dict[str, tuple[int, ...]]
 
 
 def tensor_names(model: nn.Module) -> dict[str, Tensor]:
@@ -50,7 +64,8 @@ def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.M
         narrow[id(tensor)] = nn.Parameter(kept, requires_grad=tensor.requires_grad) if is_parameter else kept
     module = copy.deepcopy(model, narrow)
     set_attributes(module, selection, plain)
-    vars(module)[COUNTED] = tuple(selection.graph.attributes)
+    dense = {name: tuple(tensor.shape) for name, tensor in tensor_names(model).items()}
+    vars(module)[RECORD] = Record(tuple(selection.graph.attributes), dense)
     if not plain:
         for name in ports_in(selection.graph):
             layer = module.get_submodule(name)

@@ -47,11 +47,20 @@ class OptimizerLink:
         """Narrow parameters that the optimizer updates."""
         return [name for group in self._names for name in group if name is not None]
 
+    @property
+    def dense_shapes(self) -> list[torch.Size]:
+        """The dense shapes of all parameters in the groups, in their order."""
+        return [
+            parameter.shape if name is None else self._dense[name].shape
+            for group, names in zip(self.optimizer.param_groups, self._names, strict=True)
+            for parameter, name in zip(group["params"], names, strict=True)
+        ]
+
     def _take(self, name: str, parameter: nn.Parameter) -> None:
         """Take over dense-shaped state that the optimizer holds for a parameter."""
         for key, value in self.optimizer.state.pop(parameter, {}).items():
-            follows = _follows(self.optimizer, name, key, value, self._dense[name].shape)
-            self._state.setdefault(name, {})[key] = value.detach().clone() if follows else value
+            _follows(self.optimizer, name, key, value, self._dense[name].shape)
+            self._state.setdefault(name, {})[key] = value.detach().clone() if isinstance(value, Tensor) else value
 
     @torch.no_grad()
     def point(self, parameters: Mapping[str, nn.Parameter], selection: Selection) -> None:

@@ -69,6 +69,7 @@ class Subnet:
             fresh = nn.Parameter(narrow, dense.requires_grad) if is_parameter else narrow
             for owner, key in self._owners[name]:
                 setattr(owner, key, fresh)
+        torch.clear_autocast_cache()  # it knows tensors by identity, and some of them have new values
         set_attributes(self.module, selection)
         for name, layer in self._ports.items():
             point_port(layer, name, selection)

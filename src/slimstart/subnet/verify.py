@@ -150,25 +150,30 @@ def _prepared(
     model: nn.Module, graph: ChannelGraph, example_inputs: Any, generator: torch.Generator
 ) -> tuple[nn.Module, Any]:
     """A randomised copy in float64, with inputs to match (in the model's own type where float64 does not run)."""
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, tensor in tensor_names(twin).items():
-            if tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or name in graph.tensors):
-                values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
-                if tensor.dim() > 1:
-                    values = (values - 0.5) * (12.0 / (tensor.numel() / tensor.shape[0])) ** 0.5
-                else:
-                    values = 0.5 + values
-                tensor.copy_(values)
-    args, kwargs = as_call(example_inputs)
+    inputs = as_call(example_inputs)
 
     def double(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    wide, wide_inputs = copy.deepcopy(twin).double(), tree_map(double, (args, kwargs))
-    if isinstance(_run(wide, wide_inputs, training=False, gradients=False), Exception):
-        return twin, (args, kwargs)
-    return wide, wide_inputs
+    twin, twin_inputs = copy.deepcopy(model).double(), tree_map(double, inputs)
+    _randomise(twin, graph, generator)
+    if isinstance(_run(twin, twin_inputs, training=False, gradients=False), Exception):
+        twin, twin_inputs = copy.deepcopy(model), inputs
+        _randomise(twin, graph, generator)
+    return twin, twin_inputs
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module, graph: ChannelGraph, generator: torch.Generator) -> None:
+    """Parameters, and buffers with channels, get values that hide nothing: matrices of unit gain, vectors about 1."""
+    for name, tensor in tensor_names(model).items():
+        if tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or name in graph.tensors):
+            values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+            if tensor.dim() > 1:
+                values = (values - 0.5) * (12.0 / (tensor.numel() / tensor.shape[0])) ** 0.5
+            else:
+                values = 0.5 + values
+            tensor.copy_(values)
 
 
 def _uneven_mask(graph: ChannelGraph, groups: Sequence[ChannelGroup], generator: torch.Generator) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.ledger import CONSTANT, ZERO, Count, Layout, when_carried
 from slimstart.graph.rules.registry import rule
@@ -48,10 +48,15 @@ def _move(tracer: Tracer, call: Call, argument: str = "self") -> Value | None:
     value = tracer.value(call[argument])
     if value is None:
         return None
-    others = {k: v for k, v in call.arguments.items() if k != argument}
+    others = {k: tree_map(_on_host, v) for k, v in call.arguments.items() if k != argument}
     moved = value.moved(lambda f: call.func(f, **others))
     tracer.values[call.result] = moved
     return moved
+
+
+def _on_host(leaf: Any) -> Any:
+    """Fields live on the CPU wherever the network runs."""
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
 @rule("permute", "transpose", "t", "numpy_T", "mT", "matrix_H", "swapaxes", "movedim", "moveaxis", "flip")

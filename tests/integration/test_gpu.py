@@ -1,0 +1,65 @@
+"""What runs on the CPU runs on a GPU, with the same numbers. Run by hand: pytest -m gpu."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import slimstart
+from tests.zoo import ZOO, cast
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def loss_fn(net, images, labels):
+    return F.cross_entropy(net(images), labels)
+
+
+def train(name, device, coupling):
+    entry = ZOO[name]
+    torch.manual_seed(0)
+    model = entry.factory().double()
+    images = torch.randn(8, *entry.example_inputs().shape[1:], dtype=torch.float64).to(device)
+    labels = torch.randint(0, 10, (8,)).to(device)
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    sparse = slimstart.SparseTraining(
+        model, optimizer, images[:1], budget=slimstart.Flops(0.4), coupling=coupling, resample_every=2
+    )
+    losses = [float(sparse.step(loss_fn, images, labels)) for _ in range(5)]
+    file = io.BytesIO()
+    torch.save(sparse.state_dict(), file)
+    file.seek(0)
+    sparse.load_state_dict(torch.load(file, weights_only=True))
+    losses += [float(sparse.step(loss_fn, images, labels)) for _ in range(3)]
+    small = sparse.finish([(images, labels)] * 2, loss_fn).eval()
+    return losses, sparse.keep_probs, {k: v.cpu() for k, v in model.state_dict().items()}, small(images).detach().cpu()
+
+
+@pytest.mark.parametrize("coupling", ["filter", "stream"])
+@pytest.mark.parametrize("name", ["vgg_bn", "resnet_basic", "wide_resnet", "mobilenet_v1", "densenet"])
+def test_training_equals_the_cpu(name, coupling):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    ours, reference = train(name, "cuda", coupling), train(name, "cpu", coupling)
+    assert ours[0] == pytest.approx(reference[0], abs=1e-10)
+    assert torch.allclose(ours[1], reference[1], atol=1e-10)
+    for key, tensor in reference[2].items():
+        assert torch.allclose(ours[2][key].double(), tensor.double(), atol=1e-10), key
+    assert torch.allclose(ours[3], reference[3], atol=1e-10)
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - {"numpy_side", "numpy_feedback"}))
+def test_the_graph_does_not_depend_on_the_device(name):
+    entry = ZOO[name]
+    torch.manual_seed(0)
+    model, inputs = entry.factory(), entry.example_inputs()
+    here = slimstart.trace(model, inputs)
+    there = slimstart.trace(model.cuda(), cast(inputs, device="cuda"))
+    assert here.num_units == there.num_units
+    assert here.left_whole == there.left_whole
+    assert slimstart.verify(model, cast(inputs, device="cuda"), num_masks=1).max_error < 1e-8
