@@ -609,6 +609,18 @@ def test_residual_networks_have_ports():
     assert not any(isinstance(module, StreamPort) for module in whole.modules())
 
 
+@pytest.mark.parametrize("name", ["encoder_stack", "encoder_stack_prenorm", "multihead_attention", "wide_resnet"])
+def test_evaluation_without_gradients(name):
+    """PyTorch's transformer layers then take a short cut past the modules inside them, ports included."""
+    model, inputs, graph = traced(name, "filter")
+    narrow = slimstart.compact(model, graph.select(random_mask(graph, 0.5, seed=5))).eval()
+    (expected,) = tensors(call(narrow, inputs))
+    assert expected.requires_grad
+    with torch.no_grad():
+        (actual,) = tensors(call(narrow, inputs))
+    torch.testing.assert_close(actual, expected.detach())
+
+
 # --- what is left whole, and why -------------------------------------------------------------------------------------
 
 

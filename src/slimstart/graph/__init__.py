@@ -4,9 +4,9 @@
 *names* and *units*. Nothing here builds a narrow network (`slimstart.subnet` does) and nothing here knows about
 probabilities (`slimstart.structure` does).
 
-Open `channels.py` first (what a graph is), then `trace.py` (how it is found). On the way: `sizes.py` are integers
-that remember where they come from, `ledger.py` is what one run writes down, `rules/` has one rule per operation, and
-`solve.py` turns the notes into units.
+Open `channels.py` first (what a graph is), then `trace.py` (how it is found). On the way: `tracer.py` listens to a
+forward, `rules/` has one rule per operation, `sizes.py` are integers that remember where they come from, `ledger.py` is
+what a run writes down, and `solve.py` turns the notes into units with `solver.py`, `layouts.py` and `tables.py`.
 """
 
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, Selection, Slice

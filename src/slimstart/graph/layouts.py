@@ -10,16 +10,13 @@ each of its hyperplanes, and note the attribute; where none works, the channels 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slimstart.graph.ledger import ZERO, Count, Layout, Presence, when_carried
 from slimstart.graph.sizes import Attribute, Dimension, Expression, evaluate, leaves
-
-if TYPE_CHECKING:
-    from slimstart.graph.solve import Solver
+from slimstart.graph.solver import Solver
 
 Rows = list[list[int]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,7 @@ from slimstart.costs import CostTable, Factor, Polynomial, Term
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
 from slimstart.graph.ledger import CONSTANT, ZERO, PortNote, Presence, UnionFind, when_carried, when_live
 from slimstart.graph.sizes import Attribute
-
-if TYPE_CHECKING:
-    from slimstart.graph.solve import Solver
+from slimstart.graph.solver import Solver
 
 
 class Tables:

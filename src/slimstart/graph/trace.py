@@ -22,6 +22,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from slimstart.errors import TraceError
 from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.ledger import Ledger
+from slimstart.graph.rules import rule_for
 from slimstart.graph.sizes import Attribute, Size
 from slimstart.graph.solve import solve
 from slimstart.graph.tracer import Tracer
@@ -98,7 +99,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: boo
     for name, tensor in named:
         names.setdefault(id(tensor), name)
     native = {name: module for name, module in twin.named_modules() if _is_native(module)}
-    tracer = Tracer(ledger, names, {n: t.shape for n, t in named}, native, count_costs=not training)
+    tracer = Tracer(ledger, names, {n: t.shape for n, t in named}, native, rule_for, count_costs=not training)
     for name, module in twin.named_modules():
         if not type(module).__module__.startswith("torch."):
             for attribute, value in list(vars(module).items()):

@@ -104,6 +104,7 @@ class Tracer:
         names: names of the parameters and buffers, by identity.
         full_sizes: their shapes, by name.
         native: modules whose forward is PyTorch's own, by name: only they can be given ports.
+        rule_for: finds the rule of an operation.
         count_costs: whether this run's operations enter the cost table.
     """
 
@@ -111,6 +112,7 @@ class Tracer:
     names: dict[int, str]
     full_sizes: dict[str, torch.Size]
     native: dict[str, nn.Module]
+    rule_for: Callable[[Any], Callable[[Tracer, Call], None] | None]
     count_costs: bool
     modules: list[str] = field(default_factory=lambda: [""])
     values: Any = field(default_factory=WeakTensorKeyDictionary)
@@ -300,8 +302,6 @@ class _Operations(TorchDispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from slimstart.graph.rules import rule_for
-
         kwargs, tracer = kwargs or {}, self.tracer
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         name = func._schema.name.removeprefix("aten::")
@@ -309,7 +309,7 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in _RECURRENT:  # PyTorch's module compares sizes with attributes of its own
             tracer.keep_whole(tensors, f"it enters a recurrent layer ({name})")
-        rule = rule_for(func)
+        rule = tracer.rule_for(func)
         if rule is None and func._can_decompose():
             tracer.decomposing += 1
             try:
