@@ -118,6 +118,7 @@ class Ledger:
     coupling: str
     atoms: UnionFind = field(default_factory=UnionFind)
     writers: dict[tuple[str, int], range] = field(default_factory=dict)  # (parameter, dim) -> its atoms
+    layers: dict[tuple[str, int], str] = field(default_factory=dict)  # (parameter, dim) -> the layer that writes
     carriers: UnionFind = field(default_factory=UnionFind)
     live: list[frozenset[int] | None] = field(default_factory=list)
     exact: list[bool] = field(default_factory=list)
@@ -158,9 +159,15 @@ class Ledger:
             self.carriers.union(node, like)
         return node
 
-    def write(self, parameter: str, dim: int, size: int, indices: Iterable[int], exact: bool) -> list[int]:
-        """Fresh nodes written by the given indices of a parameter's dimension, which has `size` of them."""
+    def write(self, parameter: str, dim: int, size: int, indices: Iterable[int], layer: str, exact: bool) -> list[int]:
+        """Fresh nodes written by the given indices of a parameter's dimension, which has `size` of them.
+
+        Args:
+            layer: the name of who writes: the module, or the parameter where that is used outside its module.
+            exact: whether nothing can put zeros among the channels written.
+        """
         if (parameter, dim) not in self.writers:
+            self.layers[parameter, dim] = f"{parameter}[{dim}]" if layer in self.layers.values() else layer
             first = len(self.atoms.parent)
             self.atoms.parent.extend(range(first, first + size))
             self.writers[parameter, dim] = range(first, first + size)

@@ -19,6 +19,7 @@ class Solver:
         self.atoms = ledger.atoms
         self.frozen: dict[int, str] = {}  # root atom -> reason
         self.fixed_attributes: set[Attribute] = set()
+        self.written: dict[int, set[int]] = defaultdict(set)  # root of carriers -> the atoms that write it
         self.carried: dict[int, Atoms | None] = {}  # root of carriers -> the atoms that write it; None: always there
         self._roots: dict[Atoms, Atoms | None] = {}  # what `roots` has answered since the last tie or freeze
         self._solve_carriers()
@@ -86,13 +87,12 @@ class Solver:
 
     def _solve_carriers(self) -> None:
         ledger, find = self.ledger, self.ledger.carriers.find
-        written: dict[int, set[int]] = defaultdict(set)
         always: set[int] = set()
         for node, live in enumerate(ledger.live):
             if live is None:
                 always.add(find(node))
             else:
-                written[find(node)] |= live
+                self.written[find(node)] |= live
         whole: dict[int, str] = {}
         for node, reason in ledger.whole.items():
             whole.setdefault(find(node), reason)
@@ -100,7 +100,7 @@ class Solver:
         for carrier in range(len(ledger.live)):
             if find(carrier) != carrier:
                 continue
-            atoms = written[carrier]
+            atoms = self.written[carrier]
             # A channel that one layer alone writes and that must exist needs its writer; a stream can hold a zero.
             alone = len(atoms) <= 1 and carrier not in always
             if carrier in tied:
@@ -111,16 +111,18 @@ class Solver:
 
     def keep(self, reasons: Mapping[str, str]) -> None:
         """Leave the filters of named modules and parameters whole."""
-        for (parameter, _), atoms in self.ledger.writers.items():
+        for writer, atoms in self.ledger.writers.items():
+            names = (writer[0], self.ledger.layers[writer])
             for name, reason in reasons.items():
-                if name in ("", parameter) or parameter.startswith(name + "."):
+                if not name or any(own == name or own.startswith(name + ".") for own in names):
                     self.freeze(atoms, reason)
 
     def settle_notes(self) -> None:
         """Outputs, sizes used as numbers, indices with several channels, channels that go together."""
         ledger = self.ledger
         for node, reason in ledger.frozen.items():
-            self.freeze(ledger.live[node] or (), reason)
+            live = ledger.live[node]  # something always on hides who else writes: then all writers are meant
+            self.freeze(self.written[ledger.carriers.find(node)] if live is None else live, reason)
         for expression, reason in ledger.numbers:
             for leaf in leaves(expression):
                 if isinstance(leaf, Attribute):

@@ -91,11 +91,6 @@ def _polynomial(terms: Iterable[Term | int]) -> Polynomial:
     return Polynomial(constant, tuple(Term(coefficient, factors) for factors, coefficient in kept.items()))
 
 
-def layer_name(parameter: str) -> str:
-    """`layer1.conv.weight` -> `layer1.conv`; a parameter of another name is its own layer."""
-    return parameter.removesuffix(".weight") if parameter.endswith(".weight") else parameter
-
-
 def write_graph(
     solver: Solver,
     groups: dict[int, int],
@@ -144,14 +139,14 @@ def write_graph(
     filters = {}
     members: dict[int, list[str]] = defaultdict(list)
     unit_filters = [0] * len(roots)
-    for (writer, _), atoms in ledger.writers.items():
+    for writer, atoms in ledger.writers.items():
         kept = [unit_of.get(find(atom), -1) for atom in atoms]
-        filters[layer_name(writer)] = torch.tensor(kept, dtype=torch.int64)
+        filters[ledger.layers[writer]] = torch.tensor(kept, dtype=torch.int64)
         for unit in kept:
             if unit >= 0:
                 unit_filters[unit] += 1
         for group in {groups[roots[unit]] for unit in kept if unit >= 0}:
-            members[group].append(layer_name(writer))
+            members[group].append(ledger.layers[writer])
     labels = sorted(members)
     position = {label: number for number, label in enumerate(labels)}
     unit_group = torch.tensor([position[groups[root]] for root in roots], dtype=torch.int64)
@@ -218,13 +213,13 @@ def _left_whole(solver: Solver, tensors: dict[str, list[Slice]], model: nn.Modul
     """Layers none of whose filters can go, and whatever else was not followed, each with its reason."""
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     reasons: dict[str, str] = {}
-    for (parameter, _), atoms in solver.ledger.writers.items():
+    for writer, atoms in solver.ledger.writers.items():
         roots = {solver.atoms.find(atom) for atom in atoms}
         if roots <= solver.frozen.keys():
-            reasons[layer_name(parameter)] = solver.frozen[min(roots)]
+            reasons[solver.ledger.layers[writer]] = solver.frozen[min(roots)]
     for name, reason in solver.ledger.unfollowed.items():
-        if name not in tensors and name in known:
-            reasons.setdefault(layer_name(name), reason)
+        if name and name in known and name not in tensors:
+            reasons.setdefault(name.removesuffix(".weight"), reason)
     return reasons
 
 

@@ -99,7 +99,11 @@ def _run(model: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: boo
     for name, tensor in named:
         names.setdefault(id(tensor), name)
     native = {name: module for name, module in twin.named_modules() if _is_native(module)}
-    tracer = Tracer(ledger, names, {n: t.shape for n, t in named}, native, rule_for, count_costs=not training)
+    # The fused forward of these reads the weights of its layers and never calls them.
+    fused = [name for name, module in twin.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    portable = {name for name in native if not any(name.startswith(parent + ".") or not parent for parent in fused)}
+    sizes = {n: t.shape for n, t in named}
+    tracer = Tracer(ledger, names, sizes, native, portable, rule_for, count_costs=not training)
     for name, module in twin.named_modules():
         if not type(module).__module__.startswith("torch."):
             for attribute, value in list(vars(module).items()):

@@ -24,75 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from slimstart.graph.ledger import Ledger
 from slimstart.graph.sizes import Dimension, Expression, Shape, Size
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """What is known of a tensor: integer tensors of its shape (length one where nothing changes), moved as it is.
-
-    An activation has one field, its node ids. A parameter or buffer has `source`, its name, and one field per dimension
-    of the original: from which index each entry comes.
-    """
-
-    fields: tuple[Tensor, ...]
-    shape: torch.Size
-    source: str | None = None
-
-    @property
-    def nodes(self) -> Tensor:
-        assert self.source is None
-        return self.fields[0]
-
-    def varies(self) -> list[int]:
-        """Dimensions along which some field changes."""
-        return [dim for dim in range(len(self.shape)) if any(f.shape[dim] > 1 for f in self.fields)]
-
-    def moved(self, operation: Callable[[Tensor], Tensor]) -> Value:
-        """The value behind an operation that only moves entries."""
-        fields = tuple(operation(f.expand(self.shape)) for f in self.fields)
-        return Value(tuple(compress(f) for f in fields), fields[0].shape if fields else torch.Size(), self.source)
-
-
-def compress(field: Tensor) -> Tensor:
-    """The same field, of length one along every dimension where it does not change."""
-    for dim, size in enumerate(field.shape):
-        if size > 1:
-            first = field.narrow(dim, 0, 1)
-            if field.stride(dim) == 0 or bool((field == first).all()):
-                field = first
-    return field
-
-
-@dataclass(frozen=True)
-class Call:
-    """One operation: its arguments by the names of its schema, its result, and the sizes the user wrote."""
-
-    name: str
-    arguments: dict[str, Any]
-    result: Any
-    written: tuple[Any, ...]
-    func: Any
-
-    def __getitem__(self, argument: str) -> Any:
-        return self.arguments[argument]
-
-    @property
-    def subject(self) -> Any:
-        """The tensor that the operation is applied to; schemas call it `self` or `input`."""
-        return self.arguments["self"] if "self" in self.arguments else self.arguments["input"]
-
-    @property
-    def results(self) -> list[Tensor]:
-        """All tensors of the result."""
-        several = self.result if isinstance(self.result, tuple | list) else (self.result,)
-        return [result for result in several if isinstance(result, Tensor)]
-
-
-def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    bound.update(zip((a.name for a in func._schema.arguments), args, strict=False))
-    bound.update(kwargs)
-    return bound
+from slimstart.graph.values import Call, Value, bind, compress
 
 
 @dataclass
@@ -103,7 +35,8 @@ class Tracer:
         ledger: where the notes go.
         names: names of the parameters and buffers, by identity.
         full_sizes: their shapes, by name.
-        native: modules whose forward is PyTorch's own, by name: only they can be given ports.
+        native: layers of PyTorch's own, by name.
+        portable: those of them that can be given ports.
         rule_for: finds the rule of an operation.
         count_costs: whether this run's operations enter the cost table.
     """
@@ -112,6 +45,7 @@ class Tracer:
     names: dict[int, str]
     full_sizes: dict[str, torch.Size]
     native: dict[str, nn.Module]
+    portable: set[str]
     rule_for: Callable[[Any], Callable[[Tracer, Call], None] | None]
     count_costs: bool
     modules: list[str] = field(default_factory=lambda: [""])
@@ -185,16 +119,21 @@ class Tracer:
         return nodes
 
     def boundary(self, parameter: str | None) -> str | None:
+        """The layer being run, if it owns this parameter and can be given ports."""
+        owner = self.owner(parameter)
+        return owner if owner in self.portable else None
+
+    def owner(self, parameter: str | None) -> str | None:
         """The module being run, if it is a layer of PyTorch's that owns this parameter (or has none at all)."""
         module = self.modules[-1]
         if module not in self.native:
             return None
-        owner = parameter.rpartition(".")[0] if parameter is not None else module
+        home = parameter.rpartition(".")[0] if parameter is not None else module
         tied = parameter is not None and any(
             id(p) in self.names and self.names[id(p)] == parameter
             for p in self.native[module].parameters(recurse=False)
         )
-        return module if owner == module or tied else None
+        return module if home == module or tied else None
 
     def keep_whole(self, tensors: Sequence[Any], reason: str) -> None:
         """Whatever these tensors are, they stay as they are."""
@@ -317,7 +256,7 @@ class _Operations(TorchDispatchMode):
                     return func.decompose(*args, **kwargs)
             finally:
                 tracer.decomposing -= 1
-        arguments = _bind(func, args, kwargs)
+        arguments = bind(func, args, kwargs)
         result = func(*args, **kwargs)
         if rule is None:
             tracer.keep_whole(tensors, f"operation {name} has no rule")

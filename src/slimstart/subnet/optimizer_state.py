@@ -5,13 +5,15 @@ gradient scalers go on working. Only the parameters inside the groups are exchan
 its parameter is gathered and scattered with it; scalars (a step count) are carried along; anything else cannot follow,
 and is refused by name. The state of channels that are absent rests, bit-unchanged, in dense tensors kept here.
 
-A channel that has never been trained has zeros for state, which is what PyTorch's optimizers start from. Adam's `step`
+A channel that has never been trained has the state that the optimizer starts from (mostly zeros). Adam's `step`
 is one number for the whole parameter, so a channel that first wakes late finds its bias correction used up: see
 `docs/how-it-works.md` for what that does, measured.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +102,8 @@ class OptimizerLink:
                         dense[key] = value
                         continue
                     if not isinstance(dense.get(key), Tensor) or dense[key].dim() == 0:
-                        dense[key] = torch.zeros(self._dense[name].shape, dtype=value.dtype, device=value.device)
+                        start = _initial_value(self.optimizer, group, parameter, key)
+                        dense[key] = value.new_full(self._dense[name].shape, start)
                     selection.scatter_(name, dense[key], value)
 
     def dense_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +112,7 @@ class OptimizerLink:
         for index, name in enumerate(name for group in self._names for name in group):
             if name is not None:
                 state.pop(index, None)
-                if name in self._state:
+                if self._state.get(name):
                     state[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._state[name].items()}
         return {**state_dict, "state": dict(sorted(state.items()))}
 
@@ -136,3 +139,21 @@ def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch
         f"{tuple(shape)} nor a scalar, so it cannot follow the channels. Use an optimizer with element-wise state, or "
         f"leave the layer whole by naming it in `keep`"
     )
+
+
+def _initial_value(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, key: str) -> float:
+    """What a state tensor holds before anything has been learned, found by a step of zero gradient on one number.
+
+    Most optimizers start from zeros; Rprop, say, does not.
+    """
+    probe = copy.copy(optimizer)
+    lone = nn.Parameter(torch.zeros(1, dtype=parameter.dtype, device=parameter.device))
+    lone.grad = torch.zeros_like(lone)
+    probe.param_groups = [{**group, "params": [lone]}]
+    probe.state = defaultdict(dict)
+    try:
+        probe.step()
+    except Exception:  # a foreign optimizer may want more than a step: assume the usual
+        return 0.0
+    value = probe.state.get(lone, {}).get(key)
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else 0.0

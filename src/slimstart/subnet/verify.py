@@ -86,7 +86,10 @@ def prove(
     dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float64)
     for number in range(num_masks):
         selection = graph.select(_uneven_mask(graph, graph.groups if groups is None else groups, generator))
-        dense, narrow = masked(model, selection), compact(model, selection)
+        try:
+            dense, narrow = masked(model, selection), compact(model, selection)
+        except Exception as failure:
+            raise TraceError(f"mask {number} cannot be cut out: {type(failure).__name__}: {failure}") from failure
         for training in (False, True):
             name = f"mask {number}, {'training' if training else 'evaluation'} mode"
             reference = _run(dense, inputs, training, gradients)
@@ -180,7 +183,7 @@ def _uneven_mask(graph: ChannelGraph, groups: Sequence[ChannelGroup], generator:
     """Every group with a keep ratio of its own; at least one unit goes wherever one can."""
     mask = torch.ones(graph.num_units, dtype=torch.bool)
     for group in groups:
-        ratio = 0.15 + 0.7 * torch.rand((), generator=generator)
+        ratio = 0.2 + 0.5 * torch.rand((), generator=generator)
         kept = torch.rand(len(group.units), generator=generator) < ratio
         kept[torch.randint(len(group.units), (1,), generator=generator)] = False
         mask[group.units.start : group.units.stop] = kept

@@ -16,7 +16,8 @@ from slimstart.graph.ledger import CONSTANT, ZERO, CostNote, Layout, Presence, w
 from slimstart.graph.rules.norms import per_channel_layer
 from slimstart.graph.rules.registry import rule
 from slimstart.graph.rules.shapes import pairwise
-from slimstart.graph.tracer import Call, Tracer, Value
+from slimstart.graph.tracer import Tracer
+from slimstart.graph.values import Call, Value
 
 
 def _cost(tracer: Tracer, total: int, *factors: Sequence[Presence]) -> None:
@@ -63,7 +64,8 @@ def mix(
     module = tracer.boundary(value.source)
     when = when_carried if module is None else when_live
     size = tracer.full_sizes[value.source][out_dim]
-    outputs = ledger.write(value.source, out_dim, size, outs, exact=module is None)
+    layer = tracer.owner(value.source) or value.source
+    outputs = ledger.write(value.source, out_dim, size, outs, layer, exact=module is None)
     reading = [when(node) if node > ZERO else CONSTANT for node in nodes]
     ledger.follow(value.source, in_dim, ins, reading)
     writing = [when_live(node) for node in outputs]
@@ -100,7 +102,7 @@ def linear(tracer: Tracer, call: Call) -> None:
     found = mix(tracer, tensor, last, weight, dims, bias, call.result)
     if found is None:
         return _cost(tracer, total)
-    if tracer.boundary(tracer.parameter(weight).source) is not None:  # type: ignore[union-attr]
+    if tracer.owner(tracer.parameter(weight).source) is not None:  # type: ignore[union-attr]
         tracer.ledger.counts_channels(tracer.modules[-1], "in_features", found[0])
         tracer.ledger.counts_channels(tracer.modules[-1], "out_features", found[1])
     return _cost(tracer, total, *found)
@@ -135,7 +137,7 @@ def convolution(tracer: Tracer, call: Call) -> None:
     total = tensor.shape[:dim].numel() * pixels * weight.numel()
     ins, outs = tensor.shape[dim], call.result.shape[dim]
     value = tracer.parameter(weight)
-    module = tracer.boundary(value.source) if value is not None else None
+    module = tracer.owner(value.source) if value is not None else None
     ledger = tracer.ledger
 
     def attributes(inputs: Sequence[Presence], outputs: Sequence[Presence], kernels: Sequence[Presence] = ()) -> None:
@@ -177,7 +179,7 @@ def _grouped(
         tracer.ledger.unfollowed.setdefault(tracer.modules[-1], "a grouped convolution that is not followed")
         return None
     ledger, ins, outs = tracer.ledger, len(nodes), result.shape[dim]
-    outputs = ledger.write(value.source, 0, outs, range(outs), exact=False)
+    outputs = ledger.write(value.source, 0, outs, range(outs), module, exact=False)
     reading = [when_live(node) if node > ZERO else CONSTANT for node in nodes]
     writing = [when_live(node) for node in outputs]
     for g in range(groups):
@@ -202,7 +204,8 @@ def embedding(tracer: Tracer, call: Call) -> None:
     module = tracer.boundary(value.source)
     dim, indices = axis
     size = tracer.full_sizes[value.source][dim]
-    outputs = tracer.ledger.write(value.source, dim, size, indices, exact=module is None)
+    layer = tracer.owner(value.source) or value.source
+    outputs = tracer.ledger.write(value.source, dim, size, indices, layer, exact=module is None)
     if module is not None:
         tracer.ledger.port(tracer.ledger.writes, module, -1, outputs)
         tracer.ledger.counts_channels(module, "embedding_dim", [when_live(node) for node in outputs])

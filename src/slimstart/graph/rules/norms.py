@@ -9,7 +9,8 @@ from torch import Tensor
 from slimstart.graph.ledger import Layout, Presence, when_carried, when_live
 from slimstart.graph.rules.pointwise import changed
 from slimstart.graph.rules.registry import rule
-from slimstart.graph.tracer import Call, Tracer
+from slimstart.graph.tracer import Tracer
+from slimstart.graph.values import Call
 
 
 def per_channel_layer(

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from slimstart.graph.tracer import Call, Tracer
+from slimstart.graph.tracer import Tracer
+from slimstart.graph.values import Call
 
 Rule = Callable[[Tracer, Call], None]
 RULES: dict[str, Rule] = {}
