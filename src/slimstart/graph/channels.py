@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,6 +152,10 @@ class Selection:
     def _kept(self) -> dict[tuple[int, torch.device], Tensor | None]:
         return {}
 
+    @cached_property
+    def _flat(self) -> dict[tuple[Any, ...], Tensor]:
+        return {}
+
     def kept(self, axis: int, device: torch.device = _CPU) -> Tensor | None:
         """Indices that stay along an axis, in order; None where all do."""
         if (axis, device) not in self._kept:
@@ -185,7 +190,11 @@ class Selection:
 
     def gather(self, name: str, dense: Tensor) -> Tensor:
         """The entries of `dense` that stay, as a new narrow tensor (`dense` itself where all of them do)."""
-        for dim, kept in self.indices(name, dense.device).items():
+        indices = self.indices(name, dense.device)
+        if _is_convolution(indices, dense):
+            rows, flat = self._filters(name, dense)
+            return rows.index_select(0, flat).view(indices[0].numel(), indices[1].numel(), *dense.shape[2:])
+        for dim, kept in indices.items():
             dense = dense.index_select(dim, kept)
         return dense
 
@@ -197,6 +206,10 @@ class Selection:
         if len(indices) == 1:
             ((dim, kept),) = indices.items()
             return dense.index_copy_(dim, kept, narrow)
+        if _is_convolution(indices, dense):
+            rows, flat = self._filters(name, dense)
+            rows.index_copy_(0, flat, narrow.reshape(flat.numel(), -1))
+            return dense
         last = max(indices)
         index = [
             indices[dim].view(-1, *[1] * (last - dim)) if dim in indices
@@ -206,3 +219,17 @@ class Selection:
         ]  # fmt: skip
         dense[(slice(None),) * min(indices) + tuple(index)] = narrow
         return dense
+
+    def _filters(self, name: str, dense: Tensor) -> tuple[Tensor, Tensor]:
+        """A convolution's weight as one row per kernel, and the rows that stay: one pass in place of two."""
+        axes = {piece.dim: piece.axis for piece in self.graph.tensors[name]}
+        key = (axes[0], axes[1], dense.device)
+        if key not in self._flat:
+            indices = self.indices(name, dense.device)
+            self._flat[key] = (indices[0][:, None] * dense.shape[1] + indices[1]).view(-1)
+        return dense.view(dense.shape[0] * dense.shape[1], -1), self._flat[key]
+
+
+def _is_convolution(indices: Mapping[int, Tensor], tensor: Tensor) -> bool:
+    """Whether both leading dimensions, and only they, are cut, in front of kernels that lie together in memory."""
+    return indices.keys() == {0, 1} and tensor.dim() > 2 and tensor.is_contiguous()
