@@ -31,11 +31,11 @@ class LayoutSolver:
     def solve(self) -> None:
         ledger = self.solver.ledger
         # Those with fewer choices first, so that the others can agree with them.
-        for layout in sorted(ledger.layouts, key=lambda one: len(_candidates(one))):
-            self._choose(layout)
+        layouts = sorted(ledger.layouts, key=lambda one: len(_candidates(one)))
+        chosen = [layout for layout in layouts if self._choose(layout)]
         for count in ledger.counts:
             self._count(count)
-        while any([self._violated(layout) for layout in ledger.layouts] + [self._miscounts(c) for c in ledger.counts]):
+        while any([self._violated(layout) for layout in chosen] + [self._miscounts(c) for c in ledger.counts]):
             pass
 
     def attribute_presences(self) -> dict[Attribute, tuple[Presence, ...]]:
@@ -70,10 +70,12 @@ class LayoutSolver:
 
     # --- layouts -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, layout: Layout) -> None:
+    def _choose(self, layout: Layout) -> bool:
+        """Tie the channels along the first dimension that works; returns whether any can still go."""
+        nodes = layout.nodes.reshape(-1).tolist()
+        if not self._removable([*nodes, *self._nodes_behind(layout.sizes)]):
+            return False
         candidates = _candidates(layout)
-        if not self._removable(layout.nodes.reshape(-1).tolist()):
-            return
         rows = {dim: _rows(layout.nodes, dim) for dim in candidates}
         # A dimension whose hyperplanes are units already costs nothing.
         candidates.sort(
@@ -90,8 +92,9 @@ class LayoutSolver:
                     self.solver.equalise(map(when_carried, row), layout.reason)
                 for attribute, slots in trial.items():
                     self._register(attribute, slots, rows[dim], layout.reason)
-                return
-        self._give_up(layout.nodes.reshape(-1).tolist(), layout.sizes, layout.reason)
+                return True
+        self._give_up(nodes, layout.sizes, layout.reason)
+        return False
 
     def _sizes_fit(
         self, layout: Layout, dim: int | None, rows: Rows, removed: set[int], trial: dict[Attribute, Rows]

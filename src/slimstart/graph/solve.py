@@ -15,7 +15,7 @@ from torch import nn
 
 from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.layouts import LayoutSolver
-from slimstart.graph.ledger import CONSTANT, Ledger, Presence, when_carried
+from slimstart.graph.ledger import CONSTANT, Ledger, Presence, UnionFind, when_carried
 from slimstart.graph.solver import Solver, index_presences
 from slimstart.graph.tables import write_graph
 
@@ -37,16 +37,15 @@ def _guarantee_channels(solver: Solver, axes: Sequence[Sequence[Presence]]) -> d
     """
     ledger = solver.ledger
     while True:
-        groups: dict[int, int] = {}
-        for atoms in ledger.writers.values():
-            roots = sorted({r for r in map(solver.atoms.find, atoms) if r not in solver.frozen})
-            known = {groups[r] for r in roots if r in groups}
-            label = min([*known, *roots], default=0)
-            for root, group in list(groups.items()) if len(known) > 1 else ():
-                if group in known:
-                    groups[root] = label
+        written = [
+            {solver.atoms.find(atom) for atom in atoms} - solver.frozen.keys() for atoms in ledger.writers.values()
+        ]
+        together = UnionFind()
+        together.parent = list(range(len(solver.atoms.parent)))
+        for roots in written:
             for root in roots:
-                groups[root] = label if not known or len(known) > 1 else next(iter(known))
+                together.union(root, min(roots))
+        groups = {root: together.find(root) for roots in written for root in roots}
         members: dict[int, set[int]] = defaultdict(set)
         for root, group in groups.items():
             members[group].add(root)

@@ -22,6 +22,7 @@ class Solver:
         self.written: dict[int, set[int]] = defaultdict(set)  # root of carriers -> the atoms that write it
         self.carried: dict[int, Atoms | None] = {}  # root of carriers -> the atoms that write it; None: always there
         self._roots: dict[Atoms, Atoms | None] = {}  # what `roots` has answered since the last tie or freeze
+        self._table: list[Atoms | None] = []
         self._solve_carriers()
 
     # --- the three verbs -------------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ class Solver:
             root = self.atoms.find(atom)
             if root not in self.frozen:
                 self.frozen[root] = reason
-                self._roots.clear()
+                self._forget()
 
     def tie(self, atoms: Iterable[int]) -> None:
         """These filters are kept or dropped together."""
@@ -43,7 +44,7 @@ class Solver:
                 reason = self.frozen.pop(one, None) or self.frozen.pop(other, None)
                 self.frozen.pop(other, None)
                 root = self.atoms.union(one, other)
-                self._roots.clear()
+                self._forget()
                 if reason is not None:
                     self.frozen[root] = reason
 
@@ -56,12 +57,20 @@ class Solver:
 
     def exists_table(self) -> list[Atoms | None]:
         """`exists` for every presence at once, by index."""
+        if self._table:
+            return self._table
         find = self.ledger.carriers.find
         table: list[Atoms | None] = [None, None] * (ZERO + 1)
         for node in range(ZERO + 1, len(self.ledger.live)):
             table.append(self.roots(self.carried[find(node)]))
             table.append(self.roots(self.ledger.live[node]))
+        self._table = table
         return table
+
+    def _forget(self) -> None:
+        """Ties or freezes have changed what exists."""
+        self._roots.clear()
+        self._table = []
 
     def roots(self, atoms: Atoms | None) -> Atoms | None:
         """What a set of writers comes down to: one filter for each tie, or None if one of them is always kept."""
