@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slimstart.errors import CheckpointError
 
 FORMAT = "slimstart.training/1"
-_KEYS = {"format", "coupling", "num_units", "num_steps", "held_steps", "settled", "masks", "policy", "model"}
+_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "policy", "model"}
 _KEYS |= {"optimizer", "random"}
 
 
@@ -47,13 +48,15 @@ def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.S
         raise CheckpointError(f"this is not a state dict of SparseTraining (no 'format': {FORMAT!r})")
     if missing := sorted(_KEYS - state.keys()):
         raise CheckpointError(f"the state dict lacks {', '.join(missing)}; it is incomplete")
-    for key in ("coupling", "num_units"):
+    for key in ("coupling", "structure"):
         if state[key] != own[key]:
-            raise CheckpointError(f"the state dict has {key}={state[key]!r}, this training {own[key]!r}")
+            raise CheckpointError(
+                f"the state dict has {key}={state[key]!r}, this training {own[key]!r}: another network, or other `keep`"
+            )
     if _shapes(state["model"]) != _shapes(own["model"]):
         raise CheckpointError("the state dict's model has other tensors or shapes than this one")
-    masks = state["masks"]
-    if masks.dim() != 2 or masks.shape[1] != own["num_units"] or masks.dtype != torch.bool:
+    masks, own_masks = state["masks"], own["masks"]
+    if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape[1:] != own_masks.shape[1:]:
         raise CheckpointError("the state dict's masks do not fit the network")
     optimizer = state["optimizer"]
     if missing := sorted({"state", "param_groups"} - optimizer.keys()):

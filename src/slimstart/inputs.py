@@ -1,4 +1,4 @@
-"""`example_inputs`: a tensor, a tuple of positional arguments or a dict of keyword arguments, and nothing else."""
+"""What users pass on to their own functions: `example_inputs` of a model, and batches of a loss function."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"`example_inputs` is a {type(example_inputs).__name__}; give a tensor, a tuple of positional arguments "
         "or a dict of keyword arguments"
     )
+
+
+def as_batch(batch: Any) -> tuple[Any, ...]:
+    """A batch as the arguments that a loss function takes behind the network."""
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)

@@ -28,6 +28,7 @@ from slimstart.engine import check_finite, forward_without_trace, undoing_statis
 from slimstart.engine.eager import LossFunction
 from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph
+from slimstart.inputs import as_batch
 from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy
 from slimstart.subnet import OptimizerLink, Subnet, compact, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense, remove_from
@@ -41,7 +42,7 @@ class SparseTraining:
     dense and up to date whenever they are asked for.
 
     Args:
-        model: any module whose forward can be followed, in the mode (training) in which it is to be trained.
+        model: any module whose forward can be followed; its training and evaluation modes count in every step.
         optimizer: over the model's parameters.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
         budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
@@ -86,7 +87,7 @@ class SparseTraining:
         if align != 1:
             raise ValueError(f"`align` is {align}; this version has no padding, so it must be 1")
         if (budget is None) == (policy is None):
-            raise ValueError("give a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
+            raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
         self.graph: ChannelGraph = trace_verified(model, example_inputs, coupling, keep)
         if self.graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
@@ -104,7 +105,6 @@ class SparseTraining:
         self.num_steps = 0
         self.settled = False
         self._held_steps = 0  # since the last draw
-        self._current = True  # whether the dense model has everything that `net` knows
         self._net, self._reference = Subnet(model, self.graph), Subnet(model, self.graph)
         named = dict(model.named_parameters())
         self._link = OptimizerLink(optimizer, {name: named[name] for name in self.graph.tensors if name in named})
@@ -127,7 +127,8 @@ class SparseTraining:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
                 step before.
         """
-        with undoing_statistics(self._net.buffers):
+        self._net.follow_modes()
+        with undoing_statistics(self._net.statistics):
             loss = loss_fn(self.net, *batch)
             reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
             check_finite(self.num_steps, loss, *reference_losses, unchanged="weights and keep-probabilities are")
@@ -141,14 +142,16 @@ class SparseTraining:
 
     @property
     def net(self) -> nn.Module:
-        """The narrow network to train. It is one object for ever, but its parameters change with every draw."""
-        self._current = False  # whoever asks for it may train it
+        """The narrow network to train: ask for it after every draw. Its modes follow those of `model`."""
         return self._net.module
 
     @property
     def reference(self) -> nn.Module:
         """The second network of the pair: run it forward on the same batch, before the optimizer's step."""
-        return next(self.references())
+        found = next(self.references(), None)
+        if found is None:
+            raise RuntimeError("there is no reference network now; ask `needs_reference` before")
+        return found
 
     def references(self) -> Iterator[nn.Module]:
         """The other networks of the draw, one after the other; none where no reference is needed."""
@@ -183,7 +186,10 @@ class SparseTraining:
                 several = isinstance(reference_loss, Sequence)
                 losses += list(reference_loss) if several else [reference_loss]  # type: ignore[arg-type,list-item]
             if len(losses) != self.policy.num_masks or any(one is None for one in losses):
-                raise ValueError("`needs_reference` is true, so `update` needs the loss of `sparse.reference` too")
+                raise ValueError(
+                    f"`needs_reference` is true, so `update` needs the losses of {self.policy.num_masks - 1} reference "
+                    "network(s) too, in the order of `references()`"
+                )
             check_finite(self.num_steps, *losses, unchanged="keep-probabilities are")
             self.policy.update(torch.stack([torch.as_tensor(one).detach().double().cpu() for one in losses]))
         self.num_steps += 1
@@ -203,11 +209,9 @@ class SparseTraining:
 
         Asking for a state dict does it by itself; before `copy.deepcopy(model)` in mid-window, do it by hand.
         """
-        if not self._current:
-            self._net.store()
-            assert self._net.selection is not None
-            self._link.store(self._net.selection)
-            self._current = True
+        assert self._net.selection is not None
+        self._net.store()
+        self._link.store(self._net.selection)
 
     def _point(self) -> None:
         selection = self.graph.select(self._masks[0])
@@ -299,6 +303,7 @@ class SparseTraining:
             self._reference.load(self.graph.select(mask))
             losses = [float(forward_without_trace(loss_fn, self._reference.module, batch)) for batch in batches]
             totals.append(sum(losses) if all(map(math.isfinite, losses)) else math.inf)
+        check_finite(self.num_steps, min(totals), unchanged="weights and keep-probabilities are")
         return candidates[totals.index(min(totals))]
 
     def _finished(
@@ -320,7 +325,7 @@ class SparseTraining:
         return {
             "format": checkpoints.FORMAT,
             "coupling": self.graph.coupling,
-            "num_units": self.graph.num_units,
+            "structure": self.graph.digest,
             "num_steps": self.num_steps,
             "held_steps": self._held_steps,
             "settled": self.settled,
@@ -339,7 +344,6 @@ class SparseTraining:
         """
         checkpoints.check(state, own=self.state_dict(), parameter_shapes=self._link.dense_shapes)
         self.policy.load_state_dict(state["policy"])
-        self._current = True
         self._masks, self.settled = state["masks"].clone(), bool(state["settled"])
         self.model.load_state_dict(state["model"])
         self._point()
@@ -364,10 +368,8 @@ class SparseTraining:
     def _reload(self) -> None:
         """The dense model has been loaded: `net` takes the new values over."""
         assert self._net.selection is not None
-        self._link.store(self._net.selection)  # what the optimizer knows is not in the model
         self._net.load(self._net.selection)
         self._link.point(self._net.parameters, self._net.selection)
-        self._current = True
 
     def _adopt(self) -> None:
         assert self._net.selection is not None
@@ -379,7 +381,7 @@ class SparseTraining:
 
 def _some(batches: Iterable[Any], most: int) -> list[tuple[Any, ...]]:
     """The first batches, each as a tuple of what a loss function takes."""
-    seen = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in islice(batches, most)]
+    seen = list(map(as_batch, islice(batches, most)))
     if not seen:
         raise ValueError("`batches` is empty; give some training batches, to choose a mask and to measure statistics")
     return seen

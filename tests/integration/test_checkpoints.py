@@ -303,7 +303,7 @@ def refused(sparse: SparseTraining, state: Any, differences: Any, match: str | N
 
 @pytest.mark.parametrize(
     "key",
-    "format coupling num_units num_steps held_steps settled masks policy model optimizer random".split(),
+    "format coupling structure num_steps held_steps settled masks policy model optimizer random".split(),
 )
 def test_a_missing_key(key: str, differences: Any) -> None:
     state = advanced().state_dict()
@@ -328,7 +328,7 @@ def test_a_missing_key_within(part: str, key: str, differences: Any) -> None:
 def test_every_key_is_expected() -> None:
     """The list above is whole."""
     assert set(training().state_dict()) == {
-        "format", "coupling", "num_units", "num_steps", "held_steps", "settled", "masks", "policy", "model",
+        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "policy", "model",
         "optimizer", "random",
     }  # fmt: skip
 

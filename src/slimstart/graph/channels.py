@@ -10,6 +10,7 @@ channels (weights, statistics, momentum, averages) is then moved by `Selection.g
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -107,6 +108,12 @@ class ChannelGraph:
     @property
     def num_units(self) -> int:
         return self.costs.num_units
+
+    @cached_property
+    def digest(self) -> str:
+        """A short name of what the units mean, to tell whether a mask belongs to this graph."""
+        meaning = [(group.name, group.units.start, group.units.stop, group.layers) for group in self.groups]
+        return hashlib.sha256(repr((self.coupling, meaning)).encode()).hexdigest()[:16]
 
     def select(self, mask: Tensor) -> Selection:
         """What stays under a mask; the first unit of a group that the mask empties is kept all the same.

@@ -132,6 +132,20 @@ class Size(int):
     def __rpow__(self, other: Any, mod: Any = None) -> Any:
         return pow(other, self._number(), mod)
 
+    # A branch taken by size, or a minimum width, may come out otherwise in a narrow network.
+
+    def __lt__(self, other: Any) -> Any:
+        return self._number().__lt__(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._number().__le__(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._number().__gt__(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._number().__ge__(other)
+
     def __int__(self) -> int:
         return int.__int__(self)
 

@@ -38,13 +38,14 @@ def _guarantee_channels(solver: Solver, axes: Sequence[Sequence[Presence]]) -> d
     ledger = solver.ledger
     while True:
         written = [
-            {solver.atoms.find(atom) for atom in atoms} - solver.frozen.keys() for atoms in ledger.writers.values()
+            sorted({root for root in map(solver.atoms.find, atoms) if root not in solver.frozen})
+            for atoms in ledger.writers.values()
         ]
         together = UnionFind()
         together.parent = list(range(len(solver.atoms.parent)))
         for roots in written:
             for root in roots:
-                together.union(root, min(roots))
+                together.union(root, roots[0])
         groups = {root: together.find(root) for roots in written for root in roots}
         members: dict[int, set[int]] = defaultdict(set)
         for root, group in groups.items():

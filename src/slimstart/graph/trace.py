@@ -1,6 +1,6 @@
 """trace(model, example_inputs) -> ChannelGraph: run the user's own forward once per mode and solve what it says.
 
-The model is not touched: a copy that shares its parameters is run. Its forward may be any Python; what it does to
+The model is not touched: a copy of it is run. Its forward may be any Python; what it does to
 tensors is followed by operation (`tracer.py`, `rules/`), what sizes it computes by `sizes.py`.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._pytree import tree_map
 
 from slimstart.errors import TraceError
 from slimstart.graph.channels import ChannelGraph
@@ -61,18 +62,38 @@ def trace(
     if coupling not in COUPLINGS:
         raise ValueError(f"`coupling` is {coupling!r}; it must be one of {', '.join(map(repr, COUPLINGS))}")
     args, kwargs = as_call(example_inputs)
-    reasons = dict.fromkeys([keep] if isinstance(keep, str) else keep, "asked for by `keep`") | dict(without)
+    asked = [keep] if isinstance(keep, str) else list(keep)
+    reasons = dict.fromkeys(asked, "asked for by `keep`") | dict(without)
     known = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    if unknown := sorted(set(reasons) - known):
+    if unknown := sorted(set(asked) - known):
         raise ValueError(f"`keep` names {unknown}, but the model has no module or parameter of that name")
     ledger = Ledger(coupling)
+    try:
+        twin = copy.deepcopy(model)
+    except Exception as error:
+        raise TraceError(f"the model cannot be copied: {error}") from error
     with _no_garbage_collection():
-        _run(model, args, kwargs, ledger, training=False)
+        reached = _run(twin, args, kwargs, ledger, training=False)
         try:  # parts that only run in training (auxiliary heads) read channels too
-            _run(model, args, kwargs, ledger, training=True)
+            reached |= _run_in_training(twin, args, kwargs, ledger)
         except TraceError as error:
-            logger.debug("the forward in training mode was not followed: %s", error)
+            logger.warning("the forward in training mode could not be followed, so it is not proven: %s", error)
+        for name, module in model.named_modules():
+            if name not in reached and any(True for _ in module.parameters(recurse=False)):
+                ledger.unfollowed.setdefault(name, "not reached with `example_inputs`")
         return solve(ledger, model, reasons)
+
+
+def _run_in_training(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger) -> set[str]:
+    """Follow the forward in training mode; batch statistics of a single example fail, so a second try has two."""
+
+    def twice(leaf: Any) -> Any:
+        return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+    try:
+        return _run(twin, args, kwargs, ledger, training=True)
+    except TraceError:
+        return _run(twin, tree_map(twice, args), tree_map(twice, kwargs), ledger, training=True)
 
 
 @contextmanager
@@ -87,13 +108,13 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _run(model: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: bool) -> None:
-    """Follow one forward of a copy of the model; costs are counted in evaluation mode only."""
-    shared: dict[int, Any] = {id(p): p for p in model.parameters()}
-    try:
-        twin = copy.deepcopy(model, shared).train(training)
-    except Exception as error:
-        raise TraceError(f"the model cannot be copied: {error}") from error
+def _run(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: bool) -> set[str]:
+    """Follow one forward of a copy of the model; costs are counted in evaluation mode only.
+
+    Returns:
+        The names of the modules that were run.
+    """
+    twin.train(training)
     named = [*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)]
     names: dict[int, str] = {}
     for name, tensor in named:
@@ -107,20 +128,19 @@ def _run(model: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: boo
     for name, module in twin.named_modules():
         if not type(module).__module__.startswith("torch."):
             for attribute, value in list(vars(module).items()):
-                if type(value) is int and value > 0:
-                    size = Size(value, Attribute(name, attribute, value), tracer.size_used_as_number)
+                if isinstance(value, int) and not isinstance(value, bool) and int(value) > 0:
+                    size = Size(int(value), Attribute(name, attribute, int(value)), tracer.size_used_as_number)
                     module.__dict__[attribute] = size
-    state = torch.get_rng_state()
+    devices = sorted({p.device.index for p in twin.parameters() if p.device.type == "cuda"})
     try:
-        with tracer.listening(twin):
+        with torch.random.fork_rng(devices=devices), tracer.listening(twin):
             outputs = twin(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model's forward fails on `example_inputs`: {type(error).__name__}: {error}") from error
-    finally:
-        torch.set_rng_state(state)
     for tensor in _tensors_in(outputs):
         if (value := tracer.activation(tensor)) is not None:
             ledger.freeze(value.nodes, "it is an output of the network")
+    return tracer.reached
 
 
 def _is_native(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Tracer:
     rule_for: Callable[[Any], Callable[[Tracer, Call], None] | None]
     count_costs: bool
     modules: list[str] = field(default_factory=lambda: [""])
+    reached: set[str] = field(default_factory=set)
     values: Any = field(default_factory=WeakTensorKeyDictionary)
     written: tuple[Any, ...] = ()
     decomposing: int = 0
@@ -161,12 +163,16 @@ class Tracer:
     def listening(self, model: nn.Module) -> Iterator[None]:
         """Follow whatever `model` computes."""
 
+        def enter(name: str, *_: Any) -> None:
+            self.modules.append(name)
+            self.reached.add(name)
+
         def leave(*_: Any) -> None:
             self.modules.pop()
 
         handles: list[Any] = []
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self.modules.append(name)))
+            handles.append(module.register_forward_pre_hook(partial(enter, name)))
             handles.append(module.register_forward_hook(leave, always_call=True))
         fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)

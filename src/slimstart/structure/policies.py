@@ -208,8 +208,8 @@ class BernoulliUnits:
             raise CheckpointError(
                 f"`state` has masks of shape {tuple(masks.shape)}; {self.estimator.name} draws {self.num_masks}"
             )
-        with torch.no_grad():
-            self._s.copy_(keep_probs)
+        with torch.no_grad():  # the state may come from a search under a larger budget
+            self._s.copy_(project(keep_probs, self.budget, self.direction))
         self._adam.load_state_dict(copy.deepcopy(state["adam"]))
         self._generator.set_state(state["generator"].cpu())
         self._masks = None if masks is None else masks.clone().cpu()

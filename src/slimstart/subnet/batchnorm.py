@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from slimstart.inputs import as_batch
+
 
 def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: Callable[..., Any]) -> int:
     """Replace running statistics by their plain average over the given batches.
@@ -39,7 +41,7 @@ def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: 
                     norm.momentum = None  # a cumulative average
                 norm.train()
             with torch.no_grad():
-                loss_fn(module, *batch)
+                loss_fn(module, *as_batch(batch))
             seen += 1
     finally:
         for norm, momentum in momenta.items():

@@ -40,6 +40,11 @@ class OptimizerLink:
         self._names: list[list[str | None]] = [
             [names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups
         ]
+        if dense and not self.names:
+            raise ValueError(
+                "`optimizer` holds none of the model's parameters that become narrow; build it from "
+                "`model.parameters()`, anew if another SparseTraining has used it"
+            )
         self._state: dict[str, dict[str, Any]] = {}
         for name in self.names:
             self._take(name, dense[name])
@@ -54,7 +59,7 @@ class OptimizerLink:
         """The dense shapes of all parameters in the groups, in their order."""
         return [
             parameter.shape if name is None else self._dense[name].shape
-            for group, names in zip(self.optimizer.param_groups, self._names, strict=True)
+            for group, names in zip(self.optimizer.param_groups, self._names, strict=False)
             for parameter, name in zip(group["params"], names, strict=True)
         ]
 
@@ -64,11 +69,12 @@ class OptimizerLink:
             _follows(self.optimizer, name, key, value, self._dense[name].shape)
             self._state.setdefault(name, {})[key] = value.detach().clone() if isinstance(value, Tensor) else value
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def point(self, parameters: Mapping[str, nn.Parameter], selection: Selection) -> None:
         """Exchange the parameters in the groups for these, and give each its part of the dense state."""
         optimizer = self.optimizer
-        for group, names in zip(optimizer.param_groups, self._names, strict=True):
+        for group, names in zip(optimizer.param_groups, self._names, strict=False):
             for position, name in enumerate(names):
                 if name is None:
                     continue
@@ -89,10 +95,11 @@ class OptimizerLink:
                 if fresh:
                     optimizer.state[now] = fresh
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def store(self, selection: Selection) -> None:
         """Write the state of the narrow parameters back into the dense state."""
-        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=False):
             for parameter, name in zip(group["params"], names, strict=True):
                 if name is None:
                     continue
@@ -119,7 +126,7 @@ class OptimizerLink:
     def adopt(self, parameters: Mapping[str, nn.Parameter], selection: Selection) -> None:
         """After the optimizer has loaded a dense state dict: take it over and hand out the narrow part."""
         self._state = {}
-        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=False):
             for parameter, name in zip(group["params"], names, strict=True):
                 if name is not None:
                     self._take(name, parameter)

@@ -6,7 +6,6 @@ half-trained or narrow tensors there.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,27 +14,26 @@ from torch.optim import Optimizer
 
 
 class Hook:
-    """Calls a bound method while its object lives; a copy or a pickle of the hook does nothing."""
+    """Calls a method; a copy or a pickle of the hook does nothing."""
 
-    def __init__(self, method: Callable[[], Any] | None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
+    def __init__(self, method: Callable[..., Any] | None) -> None:
+        self._method = method
 
     def __call__(self, *args: Any) -> Any:
-        method = self._method() if self._method is not None else None
-        return method(*args) if method is not None else None
+        return self._method(*args) if self._method is not None else None
 
     def __reduce__(self) -> Any:
         return Hook, (None,)
 
 
-class ModelHook(Hook):
+class Signal(Hook):
     """A hook whose method wants none of the arguments."""
 
     def __call__(self, *args: Any) -> Any:
         return super().__call__()
 
     def __reduce__(self) -> Any:
-        return ModelHook, (None,)
+        return Signal, (None,)
 
 
 def keep_dense(
@@ -46,26 +44,27 @@ def keep_dense(
     reload: Callable[[], None],
     adopt: Callable[[], None],
     dense: Callable[..., Any],
-) -> list[Any]:
-    """Register the hooks; returns handles of those on the model.
+) -> None:
+    """Register the hooks.
 
     Args:
-        sync: bring the dense model and state up to date; called before either is asked for.
+        sync: bring the dense model and state up to date; called before either is asked for or loaded.
         reload: the dense model has been loaded.
         adopt: the optimizer has loaded a dense state dict.
         dense: given the optimizer and its narrow state dict, the dense one.
     """
-    optimizer.register_state_dict_pre_hook(ModelHook(sync))
+    optimizer.register_state_dict_pre_hook(Signal(sync))
     optimizer.register_state_dict_post_hook(Hook(dense))
-    optimizer.register_load_state_dict_post_hook(ModelHook(adopt))
-    return [
-        model.register_state_dict_pre_hook(ModelHook(sync)),
-        model.register_load_state_dict_post_hook(ModelHook(reload)),
-    ]
+    optimizer.register_load_state_dict_post_hook(Signal(adopt))
+    model.register_state_dict_pre_hook(Signal(sync))
+    model.register_load_state_dict_pre_hook(Signal(sync))  # a dict may hold only some of the tensors
+    model.register_load_state_dict_post_hook(Signal(reload))
 
 
 def remove_from(module: nn.Module) -> None:
     """Take the hooks out of a copy of a model, where they mean nothing."""
-    for hooks in (module._state_dict_pre_hooks, module._load_state_dict_post_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
-            del hooks[key]
+    kinds = (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    for hooks in kinds:
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "hook", hook), Hook):  # PyTorch wraps some of them
+                del hooks[key]

@@ -33,10 +33,10 @@ class StreamPort(nn.Module):
     stream_width: int
     stream_dims: tuple[int, int]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.stream_read is not None:
-            x = x.index_select(self.stream_dims[0], self.stream_read)
-        y: Tensor = super().forward(x)
+            input = input.index_select(self.stream_dims[0], self.stream_read)
+        y: Tensor = super().forward(input, *args, **kwargs)
         if self.stream_write is None:
             return y
         dim = y.dim() + self.stream_dims[1]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.subnet.compact import point_port, ports_in, set_attributes, tensor_names, tensor_places
@@ -22,7 +23,7 @@ class Subnet:
     """The narrow module of one mask, and the way between it and the dense model.
 
     Parameters that the graph leaves whole are the dense model's own, shared; buffers are always copies, so that a
-    forward which is not meant to leave a trace leaves none.
+    forward which is not meant to leave a trace leaves none. Training and evaluation mode follow the dense model's.
 
     Attributes:
         module: the narrow module; the same object for ever.
@@ -31,10 +32,11 @@ class Subnet:
 
     def __init__(self, model: nn.Module, graph: ChannelGraph) -> None:
         self.selection: Selection | None = None
-        self._dense = tensor_names(model)
+        places = tensor_places(model)
+        self._homes = {name: (model.get_submodule(path), key) for name, ((path, key), *_) in places.items()}
         stand_ins: dict[int, object] = {}
         self._moving: list[str] = []
-        for name, tensor in self._dense.items():
+        for name, tensor in tensor_names(model).items():
             is_parameter = isinstance(tensor, nn.Parameter)
             if is_parameter and name not in graph.tensors:
                 stand_ins[id(tensor)] = tensor
@@ -44,43 +46,74 @@ class Subnet:
             stand_ins[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         self.module = copy.deepcopy(model, stand_ins)
         self._owners = {
-            name: [(self.module.get_submodule(path), key) for path, key in places]
-            for name, places in tensor_places(model).items()
-            if name in self._moving
+            name: [(self.module.get_submodule(path), key) for path, key in places[name]] for name in self._moving
+        }
+        self._pairs = list(zip(model.modules(), self.module.modules(), strict=True))
+        # Buffers without channels (a causal mask) may be large and hardly ever change: copied when they do.
+        self._seen: dict[str, tuple[int, int]] = {}  # versions of the dense and the narrow one when last equal
+        self._constant = {
+            name
+            for name, (home, _) in self._homes.items()
+            if name not in graph.tensors and not isinstance(home, _NormBase)
         }
         self._ports = {name: self.module.get_submodule(name) for name in ports_in(graph)}
         for layer in self._ports.values():
             open_port(layer)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load(self, selection: Selection) -> None:
         """Become the network of another selection, with the dense model's present values."""
         for name in self._moving:
-            dense = self._dense[name]
+            dense = self.dense(name)
+            if name in self._seen and self._seen[name] == (dense._version, self.tensor(name)._version):
+                continue
             narrow = selection.gather(name, dense.detach())
             owner, key = self._owners[name][0]
             current = getattr(owner, key)
-            if current.shape == narrow.shape and current.device == narrow.device:
+            if (current.shape, current.device, current.dtype) == (narrow.shape, narrow.device, narrow.dtype):
                 current.copy_(narrow)
                 current.grad = None
+                self._note(name)
                 continue
             narrow = narrow.clone() if narrow.data_ptr() == dense.data_ptr() else narrow
             is_parameter = isinstance(dense, nn.Parameter)
             fresh = nn.Parameter(narrow, dense.requires_grad) if is_parameter else narrow
             for owner, key in self._owners[name]:
                 setattr(owner, key, fresh)
+            self._note(name)
         torch.clear_autocast_cache()  # it knows tensors by identity, and some of them have new values
         set_attributes(self.module, selection)
         for name, layer in self._ports.items():
             point_port(layer, name, selection)
+        self.follow_modes()
         self.selection = selection
 
+    def _note(self, name: str) -> None:
+        if name in self._constant:
+            self._seen[name] = (self.dense(name)._version, self.tensor(name)._version)
+
+    def follow_modes(self) -> None:
+        """Be in training or evaluation mode wherever the dense model is."""
+        for dense, narrow in self._pairs:
+            narrow.training = dense.training
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def store(self) -> None:
         """Write parameters and buffers back into the dense model; what is not selected there stays untouched."""
         assert self.selection is not None
         for name in self._moving:
-            self.selection.scatter_(name, self._dense[name].detach(), self.tensor(name).detach())
+            if name in self._seen and self._seen[name] == (self.dense(name)._version, self.tensor(name)._version):
+                continue
+            self.selection.scatter_(name, self.dense(name).detach(), self.tensor(name).detach())
+            self._note(name)
+
+    def dense(self, name: str) -> Tensor:
+        """The dense model's tensor of this name, as it is now: `model.to(...)` replaces buffers."""
+        home, key = self._homes[name]
+        tensor: Tensor = getattr(home, key)
+        return tensor
 
     def tensor(self, name: str) -> Tensor:
         owner, key = self._owners[name][0]
@@ -94,6 +127,7 @@ class Subnet:
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
     @property
-    def buffers(self) -> list[Tensor]:
-        """The narrow buffers, statistics among them."""
-        return [t for t in map(self.tensor, self._moving) if not isinstance(t, nn.Parameter)]
+    def statistics(self) -> list[Tensor]:
+        """The buffers that a forward is expected to change."""
+        changing = [self.tensor(name) for name in self._moving if name not in self._constant]
+        return [tensor for tensor in changing if not isinstance(tensor, nn.Parameter)]

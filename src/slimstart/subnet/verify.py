@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +82,7 @@ def prove(
     model, inputs = _prepared(model, graph, example_inputs, generator)
     errors: dict[str, float] = {"": 0.0}
     compared = 0
-    dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float64)
+    dtype = _dtype(model)
     for number in range(num_masks):
         selection = graph.select(_uneven_mask(graph, graph.groups if groups is None else groups, generator))
         try:
@@ -97,6 +96,8 @@ def prove(
                 if not training:
                     raise TraceError(f"the dense network itself fails: {reference}") from reference
                 continue  # batch statistics of a single value: nothing to compare
+            if any(bool(t.isnan().any()) for t in reference.outputs):
+                raise TraceError(f"the dense network's output is NaN ({name}): nothing can be proven")
             found = _run(narrow, inputs, training, gradients)
             if isinstance(found, Exception):
                 raise TraceError(f"the narrow network fails ({name}): {type(found).__name__}: {found}") from found
@@ -118,6 +119,7 @@ def trace_verified(
 ) -> ChannelGraph:
     """Trace a model, and leave whole every group that cannot be proven right, with the reason."""
     without: list[tuple[str, str]] = []
+    keep = [keep] if isinstance(keep, str) else list(keep)
     while True:
         graph = trace(model, example_inputs, coupling, keep, without)
         failed = _failing(model, graph, example_inputs, graph.groups)
@@ -163,7 +165,14 @@ def _prepared(
     if isinstance(_run(twin, twin_inputs, training=False, gradients=False), Exception):
         twin, twin_inputs = copy.deepcopy(model), inputs
         _randomise(twin, graph, generator)
+    outcome = _run(twin, twin_inputs, training=False, gradients=False)
+    if not isinstance(outcome, Exception) and any(bool(t.isnan().any()) for t in outcome.outputs):
+        twin = copy.deepcopy(model).to(_dtype(twin))  # random parameters are nonsense here, and NaN proves nothing
     return twin, twin_inputs
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float64)
 
 
 @torch.no_grad()
@@ -202,7 +211,8 @@ def _run(model: nn.Module, inputs: Any, training: bool, gradients: bool) -> _Out
     model.train(training)
     model.zero_grad()
     try:
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(gradients), _no_dropout():
+        devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients), _NoDropout():
             torch.manual_seed(0)
             outputs = [t for t in tree_flatten(model(*args, **kwargs))[0] if isinstance(t, Tensor)]
         floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
@@ -243,6 +253,8 @@ def _error(expected: Tensor, actual: Tensor) -> float:
 
 
 class _NoDropout(TorchFunctionMode):
+    """Dropout draws one number per entry, so two widths would draw different ones: leave it out."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
@@ -256,10 +268,3 @@ class _NoDropout(TorchFunctionMode):
         elif name == "multi_head_attention_forward":
             kwargs["training"] = False
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _no_dropout() -> Iterator[None]:
-    """Dropout draws one number per entry, so two widths would draw different ones: leave it out."""
-    with _NoDropout():
-        yield
