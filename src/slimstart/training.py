@@ -288,7 +288,8 @@ class SparseTraining:
             batches: tuples of what `loss_fn` takes behind the network; training data.
             num_samples: masks to choose from by loss, if the structure has not been settled.
             max_batches: how many of the batches to look at.
-            plain: do without `StreamPort` on residual streams, at the price of rows of zeros.
+            plain: do without `StreamPort` on residual streams, at the price of rows of zeros. They cost multiply-adds
+                of their own: the budget holds for the network without them.
         """
         seen = _some(batches, max_batches)
         self.sync()

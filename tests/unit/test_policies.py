@@ -190,7 +190,6 @@ def test_candidates_and_best_guess_are_within_the_budget(budget: Budget) -> None
 
 def settled(table: CostTable, budget: Budget, s: list[float]) -> BernoulliUnits:
     policy = BernoulliUnits(table, budget)
-    state = policy.state_dict()
     with torch.no_grad():  # also where the budget does not allow it
         policy._s.copy_(torch.tensor(s, dtype=torch.float64))
     return policy
