@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,6 +107,12 @@ def run(variant: str, lr: float, seed: int, data: dict[str, Tensor], args: argpa
     return 100 * float((outputs.argmax(1) == data["test_labels"]).float().mean())
 
 
+def commit() -> str:
+    """The commit of the code that is measured."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -134,7 +141,12 @@ def main() -> None:
     if args.out:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("out", "data")}
         device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-        record = {"benchmark": "late_waking", "command": "python " + " ".join(sys.argv), "settings": settings}
+        record = {
+            "benchmark": "late_waking",
+            "commit": commit(),
+            "command": "python " + " ".join(sys.argv),
+            "settings": settings,
+        }
         args.out.write_text(
             json.dumps({**record, "hardware": device, "torch": torch.__version__, "rows": rows}, indent=1)
         )

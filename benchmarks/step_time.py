@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -97,6 +98,12 @@ def measure(resample_every: int, args: argparse.Namespace) -> dict[str, float | 
     }
 
 
+def commit() -> str:
+    """The commit of the code that is measured."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=64)
@@ -109,6 +116,7 @@ def main() -> None:
     rows = [measure(every, args) for every in args.resample_every]
     record = {
         "benchmark": "step_time",
+        "commit": commit(),
         "command": "python " + " ".join(sys.argv),
         "model": "vgg19",
         "batch_size": args.batch_size,

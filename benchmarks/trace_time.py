@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,12 @@ import slimstart
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.zoo import LARGE  # the networks that the tests use too
+
+
+def commit() -> str:
+    """The commit of the code that is measured."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def main() -> None:
@@ -43,7 +50,12 @@ def main() -> None:
             print(f"{name}, {coupling}: trace {min(traces):.2f} s, one forward {min(forwards):.2f} s", flush=True)
     if args.out:
         hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-        record = {"benchmark": "trace_time", "command": "python " + " ".join(sys.argv), "hardware": hardware}
+        record = {
+            "benchmark": "trace_time",
+            "commit": commit(),
+            "command": "python " + " ".join(sys.argv),
+            "hardware": hardware,
+        }
         args.out.write_text(json.dumps({**record, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
