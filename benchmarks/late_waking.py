@@ -16,13 +16,11 @@ The .npz holds `train_images`, `test_images` (uint8, N x 32 x 32 x 3), `train_la
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import records
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -107,12 +105,6 @@ def run(variant: str, lr: float, seed: int, data: dict[str, Tensor], args: argpa
     return 100 * float((outputs.argmax(1) == data["test_labels"]).float().mean())
 
 
-def commit() -> str:
-    """The commit of the code that is measured."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -139,17 +131,8 @@ def main() -> None:
             rows.append({"variant": variant, "lr": lr, "accuracies": accuracies, "spread": spread})
             print(f"lr {lr}: {variant:10} {statistics.mean(accuracies):.2f} +- {spread:.2f}", flush=True)
     if args.out:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("out", "data")}
-        device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-        record = {
-            "benchmark": "late_waking",
-            "commit": commit(),
-            "command": "python " + " ".join(sys.argv),
-            "settings": settings,
-        }
-        args.out.write_text(
-            json.dumps({**record, "hardware": device, "torch": torch.__version__, "rows": rows}, indent=1)
-        )
+        settings = {k: v for k, v in vars(args).items() if k not in ("out", "data", "device")}
+        records.write(args.out, "late_waking", rows, args.device, settings=settings)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ alike; what counts is the ratio of the medians.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import records
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -98,12 +95,6 @@ def measure(resample_every: int, args: argparse.Namespace) -> dict[str, float | 
     }
 
 
-def commit() -> str:
-    """The commit of the code that is measured."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=64)
@@ -114,23 +105,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [measure(every, args) for every in args.resample_every]
-    record = {
-        "benchmark": "step_time",
-        "commit": commit(),
-        "command": "python " + " ".join(sys.argv),
-        "model": "vgg19",
-        "batch_size": args.batch_size,
-        "hardware": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "rows": rows,
-    }
     for row in rows:
         print(
             f"resample_every={row['resample_every']:<4} {row['ours_ms']:.1f} ms, narrow {row['narrow_ms']:.1f} ms: "
             f"{row['ratio']:.2f}x ({row['ratio_lowest']:.2f} to {row['ratio_highest']:.2f})"
         )
     if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        records.write(args.out, "step_time", rows, model="vgg19", batch_size=args.batch_size)
 
 
 if __name__ == "__main__":

@@ -6,25 +6,17 @@ python benchmarks/trace_time.py --out results/trace_time_cpu.json
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import records
 import torch
 
 import slimstart
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.zoo import LARGE  # the networks that the tests use too
-
-
-def commit() -> str:
-    """The commit of the code that is measured."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
 
 
 def main() -> None:
@@ -49,14 +41,7 @@ def main() -> None:
             rows.append({**row, "forward_s": min(forwards), "trace_s": min(traces), "rounds": args.rounds})
             print(f"{name}, {coupling}: trace {min(traces):.2f} s, one forward {min(forwards):.2f} s", flush=True)
     if args.out:
-        hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-        record = {
-            "benchmark": "trace_time",
-            "commit": commit(),
-            "command": "python " + " ".join(sys.argv),
-            "hardware": hardware,
-        }
-        args.out.write_text(json.dumps({**record, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        records.write(args.out, "trace_time", rows)
 
 
 if __name__ == "__main__":
