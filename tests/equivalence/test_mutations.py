@@ -311,3 +311,18 @@ def test_everything_broken_is_left_whole(monkeypatch):
     assert slimstart.flops(slimstart.compact(model, graph.select(torch.ones(0))), IMAGE) == slimstart.flops(
         model, IMAGE
     )
+
+
+def test_a_reader_that_forgets_earlier_writers(monkeypatch):
+    """The masked dense network has the same zeros in the reader, so only a look at what is left unread can tell."""
+    added = Ledger._added
+
+    def forgetful(self, first, second):
+        node = added(self, first, second)
+        if node not in (first, second) and self.live[node] is not None:
+            self.live[node] = self.live[second]
+        return node
+
+    monkeypatch.setattr(Ledger, "_added", forgetful)
+    with pytest.raises(slimstart.TraceError, match="leaves unread"):
+        slimstart.verify(ZOO["resnet_basic"].factory(), ZOO["resnet_basic"].example_inputs(), num_masks=5)

@@ -65,8 +65,11 @@ class OptimizerLink:
 
     def _take(self, name: str, parameter: nn.Parameter) -> None:
         """Take over dense-shaped state that the optimizer holds for a parameter."""
-        for key, value in self.optimizer.state.pop(parameter, {}).items():
+        entries = self.optimizer.state.get(parameter, {})
+        for key, value in entries.items():
             _follows(self.optimizer, name, key, value, self._dense[name].shape)
+        self.optimizer.state.pop(parameter, None)  # only now: a refused optimizer keeps what it has
+        for key, value in entries.items():
             self._state.setdefault(name, {})[key] = value.detach().clone() if isinstance(value, Tensor) else value
 
     @torch.inference_mode(False)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.errors import TraceError
-from slimstart.graph import ChannelGraph, ChannelGroup, Selection, trace
+from slimstart.graph import ChannelGraph, ChannelGroup, Port, Selection, trace
 from slimstart.inputs import as_call
 from slimstart.subnet.compact import compact, masked, tensor_names
 
@@ -91,7 +93,8 @@ def prove(
             raise TraceError(f"mask {number} cannot be cut out: {type(failure).__name__}: {failure}") from failure
         for training in (False, True):
             name = f"mask {number}, {'training' if training else 'evaluation'} mode"
-            reference = _run(dense, inputs, training, gradients)
+            with _watching_unread(dense, selection) as unread:
+                reference = _run(dense, inputs, training, gradients)
             if isinstance(reference, Exception):
                 if not training:
                     raise TraceError(f"the dense network itself fails: {reference}") from reference
@@ -101,7 +104,7 @@ def prove(
             found = _run(narrow, inputs, training, gradients)
             if isinstance(found, Exception):
                 raise TraceError(f"the narrow network fails ({name}): {type(found).__name__}: {found}") from found
-            for where, error in _differences(selection, dense, narrow, reference, found):
+            for where, error in (*_differences(selection, dense, narrow, reference, found), *unread):
                 errors[f"{where} ({name})"] = error
                 compared += 1
     worst = max(errors, key=errors.__getitem__)
@@ -237,6 +240,36 @@ def _differences(
     buffers = dict(narrow.named_buffers())
     for name, buffer in dense.named_buffers():
         yield f"buffer {name}", _error(selection.gather(name, buffer), buffers[name])
+
+
+@contextmanager
+def _watching_unread(dense: nn.Module, selection: Selection) -> Iterator[list[tuple[str, float]]]:
+    """Whether layers on a stream leave unread only what is dropped.
+
+    The masked network has zeros in the columns of every reader, so it agrees with a reader that misses a live channel.
+    But a channel that nobody writes is zero, or what the operations within it make of a zero: the same everywhere.
+    """
+    found: list[tuple[str, float]] = []
+
+    def watch(name: str, port: Port, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        unread = (~selection.present(port.live)).nonzero().squeeze(1)
+        if args[0].shape[port.dim] != selection.present(port.live).numel():
+            found.append((f"the stream before {name}", float("inf")))
+        elif unread.numel():
+            channels = (
+                args[0].detach().index_select(port.dim, unread.to(args[0].device)).movedim(port.dim, 0).flatten(1)
+            )
+            found.append((f"what {name} leaves unread", float((channels.amax(1) - channels.amin(1)).max())))
+
+    handles = [
+        dense.get_submodule(name).register_forward_pre_hook(partial(watch, name, port))
+        for name, port in selection.graph.reads.items()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _error(expected: Tensor, actual: Tensor) -> float:
