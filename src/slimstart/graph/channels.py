@@ -215,7 +215,7 @@ class Selection:
             return dense.index_copy_(dim, kept, narrow)
         if _is_convolution(indices, dense):
             rows, flat = self._filters(name, dense)
-            rows.index_copy_(0, flat, narrow.reshape(flat.numel(), -1))
+            rows.index_copy_(0, flat, narrow.reshape(flat.numel(), rows.shape[1]))
             return dense
         last = max(indices)
         index = [
@@ -234,7 +234,7 @@ class Selection:
         if key not in self._flat:
             indices = self.indices(name, dense.device)
             self._flat[key] = (indices[0][:, None] * dense.shape[1] + indices[1]).view(-1)
-        return dense.view(dense.shape[0] * dense.shape[1], -1), self._flat[key]
+        return dense.view(dense.shape[0] * dense.shape[1], dense.shape[2:].numel()), self._flat[key]
 
 
 def _is_convolution(indices: Mapping[int, Tensor], tensor: Tensor) -> bool:

@@ -93,15 +93,19 @@ def prove(
             raise TraceError(f"mask {number} cannot be cut out: {type(failure).__name__}: {failure}") from failure
         for training in (False, True):
             name = f"mask {number}, {'training' if training else 'evaluation'} mode"
+            differentiable = gradients
             with _watching_unread(dense, selection) as unread:
-                reference = _run(dense, inputs, training, gradients)
+                reference = _run(dense, inputs, training, differentiable)
+                if isinstance(reference, Exception) and gradients:  # some layers have no backward in evaluation mode
+                    differentiable = False
+                    reference = _run(dense, inputs, training, differentiable)
             if isinstance(reference, Exception):
                 if not training:
                     raise TraceError(f"the dense network itself fails: {reference}") from reference
                 continue  # batch statistics of a single value: nothing to compare
             if any(bool(t.isnan().any()) for t in reference.outputs):
                 raise TraceError(f"the dense network's output is NaN ({name}): nothing can be proven")
-            found = _run(narrow, inputs, training, gradients)
+            found = _run(narrow, inputs, training, differentiable)
             if isinstance(found, Exception):
                 raise TraceError(f"the narrow network fails ({name}): {type(found).__name__}: {found}") from found
             for where, error in (*_differences(selection, dense, narrow, reference, found), *unread):
