@@ -27,11 +27,11 @@ from slimstart import checkpoints
 from slimstart.engine import check_finite, forward_without_trace, undoing_statistics
 from slimstart.engine.eager import LossFunction
 from slimstart.errors import TraceError
+from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
-from slimstart.inputs import as_batch
 from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy
-from slimstart.subnet import OptimizerLink, Subnet, compact, recalibrate, trace_verified
-from slimstart.subnet.state_hooks import keep_dense, remove_from
+from slimstart.subnet import OptimizerLink, Subnet, recalibrate, trace_verified
+from slimstart.subnet.state_hooks import keep_dense
 
 
 class SparseTraining:
@@ -251,7 +251,7 @@ class SparseTraining:
         """
         if self.settled:
             return
-        seen = _some(batches, max_batches)
+        seen = first_batches(batches, max_batches)
         self.sync()
         self._masks = self._best_mask(seen, loss_fn, num_samples)[None]
         self.settled = True
@@ -272,7 +272,8 @@ class SparseTraining:
         """
         self.sync()
         mask = self._masks[0] if self.settled else self.policy.best_guess()
-        return self._finished(mask, None if batches is None else _some(batches, max_batches), loss_fn, plain=False)
+        seen = None if batches is None else first_batches(batches, max_batches)
+        return finished(self.model, self.graph.select(mask), seen, loss_fn, plain=False)
 
     def finish(
         self,
@@ -291,30 +292,14 @@ class SparseTraining:
             plain: do without `StreamPort` on residual streams, at the price of rows of zeros. They cost multiply-adds
                 of their own: the budget holds for the network without them.
         """
-        seen = _some(batches, max_batches)
+        seen = first_batches(batches, max_batches)
         self.sync()
         mask = self._masks[0] if self.settled else self._best_mask(seen, loss_fn, num_samples)
-        return self._finished(mask, seen, loss_fn, plain)
+        return finished(self.model, self.graph.select(mask), seen, loss_fn, plain)
 
     def _best_mask(self, batches: Sequence[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int) -> Tensor:
-        """Of masks drawn within the budget, the one whose network has the least loss on the batches."""
-        candidates = self.policy.candidates(num_samples)
-        totals = []
-        for mask in candidates:
-            self._reference.load(self.graph.select(mask))
-            losses = [float(forward_without_trace(loss_fn, self._reference.module, batch)) for batch in batches]
-            totals.append(sum(losses) if all(map(math.isfinite, losses)) else math.inf)
-        check_finite(self.num_steps, min(totals), unchanged="weights and keep-probabilities are")
-        return candidates[totals.index(min(totals))]
-
-    def _finished(
-        self, mask: Tensor, batches: Sequence[tuple[Any, ...]] | None, loss_fn: LossFunction | None, plain: bool
-    ) -> nn.Module:
-        small = compact(self.model, self.graph.select(mask), plain)
-        remove_from(small)
-        if batches is not None and loss_fn is not None:
-            recalibrate(small, batches, loss_fn)
-        return small
+        drawn = [self.graph.select(mask) for mask in self.policy.candidates(num_samples)]
+        return least_loss(drawn, self._reference, batches, loss_fn)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -378,11 +363,3 @@ class SparseTraining:
 
     def _dense_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self._link.dense_state_dict(state_dict)
-
-
-def _some(batches: Iterable[Any], most: int) -> list[tuple[Any, ...]]:
-    """The first batches, each as a tuple of what a loss function takes."""
-    seen = list(map(as_batch, islice(batches, most)))
-    if not seen:
-        raise ValueError("`batches` is empty; give some training batches, to choose a mask and to measure statistics")
-    return seen

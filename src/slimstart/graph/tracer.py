@@ -101,6 +101,8 @@ class Tracer:
         if others:
             self.keep_whole(others, "a view of it is written in place")
             self.ledger.keep_whole(nodes, "it is written into a view of another tensor")
+            for other in others:  # who else writes them now is not known: they are read whole
+                del self.values[other]
         self.set(tensor, nodes)
 
     def set_channels(self, tensor: Tensor, dim: int, nodes: Sequence[int]) -> None:

@@ -1,0 +1,56 @@
+"""The end of a search: choose a mask by its loss, and hand out the network that belongs to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from slimstart.engine import forward_without_trace
+from slimstart.engine.eager import LossFunction
+from slimstart.errors import NonFiniteLossError
+from slimstart.graph import Selection
+from slimstart.inputs import as_batch
+from slimstart.subnet import Subnet, compact, recalibrate
+from slimstart.subnet.state_hooks import remove_from
+
+Batches = Sequence[tuple[Any, ...]]
+
+
+def first_batches(batches: Iterable[Any], most: int) -> list[tuple[Any, ...]]:
+    """The first batches, each as a tuple of what a loss function takes."""
+    seen = list(map(as_batch, islice(batches, most)))
+    if not seen:
+        raise ValueError("`batches` is empty; give some training batches, to choose a mask and to measure statistics")
+    return seen
+
+
+def least_loss(selections: Sequence[Selection], subnet: Subnet, batches: Batches, loss_fn: LossFunction) -> Tensor:
+    """The mask, of those given, whose network has the least loss on the batches; `subnet` is used to run them.
+
+    Raises:
+        NonFiniteLossError: no network has a finite loss.
+    """
+    totals = []
+    for selection in selections:
+        subnet.load(selection)
+        losses = [float(forward_without_trace(loss_fn, subnet.module, batch)) for batch in batches]
+        totals.append(sum(losses) if all(map(math.isfinite, losses)) else math.inf)
+    best = totals.index(min(totals))
+    if not math.isfinite(totals[best]):
+        raise NonFiniteLossError("no mask has a finite loss on `batches`; go back to a checkpoint")
+    return selections[best].mask
+
+
+def finished(
+    model: nn.Module, selection: Selection, batches: Batches | None, loss_fn: LossFunction | None, plain: bool
+) -> nn.Module:
+    """A narrow copy of the model that stands on its own, with statistics measured on the batches if there are any."""
+    small = compact(model, selection, plain)
+    remove_from(small)
+    if batches is not None and loss_fn is not None:
+        recalibrate(small, batches, loss_fn)
+    return small
