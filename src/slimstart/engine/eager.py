@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimstart.devices import cuda_devices
 from slimstart.errors import NonFiniteLossError
 
 LossFunction = Callable[..., Tensor]
@@ -17,8 +18,7 @@ LossFunction = Callable[..., Tensor]
 
 def forward_without_trace(loss_fn: LossFunction, net: nn.Module, batch: Sequence[Any]) -> Tensor:
     """The loss of a network, without gradient, and with the random numbers of the main forward left alone."""
-    devices = sorted({p.device.index for p in net.parameters() if p.device.type == "cuda"})
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices(net)):
         return loss_fn(net, *batch)
 
 

@@ -81,7 +81,6 @@ class PortNote:
 class CostNote:
     """Multiply-adds of one operation: `coefficient` times the product of the numbers of channels in `factors`."""
 
-    name: str
     coefficient: int
     factors: tuple[tuple[Presence, ...], ...]
 

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_map
 
+from slimstart.devices import cuda_devices
 from slimstart.errors import TraceError
 from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.ledger import Ledger
@@ -131,9 +132,8 @@ def _run(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: bool
                 if isinstance(value, int) and not isinstance(value, bool) and int(value) > 0:
                     size = Size(int(value), Attribute(name, attribute, int(value)), tracer.size_used_as_number)
                     module.__dict__[attribute] = size
-    devices = sorted({p.device.index for p in twin.parameters() if p.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=devices), tracer.listening(twin):
+        with torch.random.fork_rng(devices=cuda_devices(twin)), tracer.listening(twin):
             outputs = twin(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model's forward fails on `example_inputs`: {type(error).__name__}: {error}") from error

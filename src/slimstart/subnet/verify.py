@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from slimstart.devices import cuda_devices
 from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph, ChannelGroup, Port, Selection, trace
 from slimstart.inputs import as_call
@@ -96,7 +97,9 @@ def prove(
             differentiable = gradients
             with _watching_unread(dense, selection) as unread:
                 reference = _run(dense, inputs, training, differentiable)
-                if isinstance(reference, Exception) and gradients:  # some layers have no backward in evaluation mode
+                # Some layers have no backward in evaluation mode. (In training mode a second forward would have moved
+                # the statistics twice.)
+                if isinstance(reference, Exception) and gradients and not training:
                     differentiable = False
                     reference = _run(dense, inputs, training, differentiable)
             if isinstance(reference, Exception):
@@ -218,8 +221,8 @@ def _run(model: nn.Module, inputs: Any, training: bool, gradients: bool) -> _Out
     model.train(training)
     model.zero_grad()
     try:
-        devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-        with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients), _NoDropout():
+        forked = torch.random.fork_rng(devices=cuda_devices(model))
+        with forked, torch.set_grad_enabled(gradients), _NoDropout():
             torch.manual_seed(0)
             outputs = [t for t in tree_flatten(model(*args, **kwargs))[0] if isinstance(t, Tensor)]
         floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]

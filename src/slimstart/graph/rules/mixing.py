@@ -24,7 +24,7 @@ def _cost(tracer: Tracer, total: int, *factors: Sequence[Presence]) -> None:
     """Note that `total` multiply-adds are proportional to the number of channels in each factor."""
     if tracer.count_costs:
         coefficient = total // math.prod(len(f) for f in factors)
-        tracer.ledger.costs.append(CostNote(tracer.modules[-1], coefficient, tuple(map(tuple, factors))))
+        tracer.ledger.costs.append(CostNote(coefficient, tuple(map(tuple, factors))))
 
 
 def _axis(weight: Value, dim: int) -> tuple[int, list[int]] | None:
