@@ -1,48 +1,62 @@
 """slimstart trains neural networks narrow from step one.
 
-Start with `SparseTraining`; `trace`, `verify` and `compact` are what it stands on, for use on their own.
+Start with `SparseTraining`; `trace`, `verify` and `compact` are what it stands on, for use on their own. Names are
+loaded when they are first asked for, so that the command line answers at once.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from slimstart.accounting import flops
-from slimstart.errors import (
-    BudgetError,
-    CheckpointError,
-    NonFiniteLossError,
-    OptimizerStateError,
-    SlimstartError,
-    TraceError,
-)
-from slimstart.files import load, save
-from slimstart.graph import ChannelGraph, Selection, trace
-from slimstart.structure import Channels, Flops, Params
-from slimstart.subnet import compact, recalibrate, verify
-from slimstart.training import SparseTraining
+from slimstart.version import __version__ as __version__
 
-try:
-    __version__ = version("slimstart")
-except PackageNotFoundError:  # run from a source tree
-    __version__ = "0+unknown"
+if TYPE_CHECKING:
+    from slimstart.accounting import flops as flops
+    from slimstart.errors import BudgetError as BudgetError
+    from slimstart.errors import CheckpointError as CheckpointError
+    from slimstart.errors import ConfigError as ConfigError
+    from slimstart.errors import DataError as DataError
+    from slimstart.errors import NonFiniteLossError as NonFiniteLossError
+    from slimstart.errors import OptimizerStateError as OptimizerStateError
+    from slimstart.errors import RecordError as RecordError
+    from slimstart.errors import SlimstartError as SlimstartError
+    from slimstart.errors import TraceError as TraceError
+    from slimstart.files import load as load
+    from slimstart.files import save as save
+    from slimstart.graph import ChannelGraph as ChannelGraph
+    from slimstart.graph import Selection as Selection
+    from slimstart.graph import trace as trace
+    from slimstart.structure import Channels as Channels
+    from slimstart.structure import Flops as Flops
+    from slimstart.structure import Params as Params
+    from slimstart.subnet import compact as compact
+    from slimstart.subnet import recalibrate as recalibrate
+    from slimstart.subnet import verify as verify
+    from slimstart.training import SparseTraining as SparseTraining
 
-__all__ = [
-    "BudgetError",
-    "ChannelGraph",
-    "Channels",
-    "CheckpointError",
-    "Flops",
-    "NonFiniteLossError",
-    "OptimizerStateError",
-    "Params",
-    "Selection",
-    "SlimstartError",
-    "SparseTraining",
-    "TraceError",
-    "compact",
-    "flops",
-    "load",
-    "recalibrate",
-    "save",
-    "trace",
-    "verify",
-]
+_HOME = {
+    "accounting": ("flops",),
+    "errors": (
+        "BudgetError", "CheckpointError", "ConfigError", "DataError", "NonFiniteLossError", "OptimizerStateError",
+        "RecordError", "SlimstartError", "TraceError",
+    ),
+    "files": ("load", "save"),
+    "graph": ("ChannelGraph", "Selection", "trace"),
+    "structure": ("Channels", "Flops", "Params"),
+    "subnet": ("compact", "recalibrate", "verify"),
+    "training": ("SparseTraining",),
+}  # fmt: skip
+_ROOM = {name: room for room, names in _HOME.items() for name in names}
+
+__all__ = sorted(_ROOM)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_ROOM[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

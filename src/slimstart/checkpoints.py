@@ -1,15 +1,19 @@
-"""Files of training state: written atomically, read without executing code, checked before anything changes."""
+"""Files of training state: atomic, checksummed, read without executing code, checked before anything changes.
+
+A file is what `torch.save` writes, with a checksum of it behind the end, which `torch.load` does not mind.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from slimstart import atomic
 from slimstart.errors import CheckpointError
 
 FORMAT = "slimstart.training/1"
@@ -17,25 +21,77 @@ _KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled"
 _KEYS |= {"optimizer", "random"}
 
 
+_SEAL = b"\nslimstart blake2b "
+_DIGEST_SIZE = 32
+_CHUNK = 1 << 22
+
+
+class _Sealing:
+    """A file that remembers the checksum of what goes through it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_SIZE)
+
+    def write(self, content: bytes) -> int:
+        self._hash.update(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def seal(self) -> None:
+        self._file.write(_SEAL + self._hash.hexdigest().encode())
+
+
 def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state dict; a file of that name is either the old one or the new one, never half of either."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    torch.save(dict(state), partial)
-    partial.replace(path)
+    """Write a state dict; a file of that name is either the old one or the new one, never half of either.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written to; the old file is still there.
+    """
+
+    def put(file: BinaryIO) -> None:
+        sealing = _Sealing(file)
+        torch.save(dict(state), sealing)  # type: ignore[arg-type]  # any object with `write` will do
+        sealing.seal()
+
+    try:
+        atomic.write_with(path, put)
+    except (OSError, RuntimeError) as error:  # PyTorch's writer wraps what the disk says in a RuntimeError
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise CheckpointError(f"{os.fspath(path)!r} cannot be written: {cause}") from error
 
 
 def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Read what `write` wrote.
 
     Raises:
-        CheckpointError: the file is missing, truncated or not of tensors and plain values.
+        CheckpointError: the file is missing, truncated, altered, or not of tensors and plain values.
     """
     try:
-        state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            _check_seal(file)
+            file.seek(0)
+            state: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be read as a checkpoint: {error}") from error
     return state
+
+
+def _check_seal(file: BinaryIO) -> None:
+    length = len(_SEAL) + 2 * _DIGEST_SIZE
+    remaining = file.seek(0, os.SEEK_END) - length
+    file.seek(max(remaining, 0))
+    seal = file.read()
+    file.seek(0)
+    found = hashlib.blake2b(digest_size=_DIGEST_SIZE)
+    while remaining > 0:
+        chunk = file.read(min(_CHUNK, remaining))
+        found.update(chunk)
+        remaining -= len(chunk)
+    if seal != _SEAL + found.hexdigest().encode():
+        raise ValueError("its checksum is wrong: it is truncated, altered, or no checkpoint of slimstart")
 
 
 def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.Size]) -> None:

@@ -25,3 +25,15 @@ class CheckpointError(SlimstartError, RuntimeError):
 
 class NonFiniteLossError(SlimstartError, FloatingPointError):
     """A loss is NaN or infinite; the message gives the step, and the state is that of the step before."""
+
+
+class ConfigError(SlimstartError, ValueError):
+    """Settings that cannot be meant: an unknown name, a value out of range, two that contradict each other."""
+
+
+class DataError(SlimstartError, RuntimeError):
+    """A data set is missing, truncated or corrupt; the message says what to do."""
+
+
+class RecordError(SlimstartError, ValueError):
+    """A file is not the record of a run, or not of this schema."""

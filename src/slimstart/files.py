@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimstart import atomic
 from slimstart.errors import CheckpointError
 from slimstart.subnet.compact import RECORD, Record, tensor_names, tensor_places
 from slimstart.subnet.streams import StreamPort, open_port, set_port
@@ -64,20 +65,14 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     }
     structure["digest"] = _digest(structure)
     tensors_path, structure_path = _paths(path)
-    _write(tensors_path, blob)
-    _write(structure_path, (json.dumps(structure, indent=1) + "\n").encode())
+    atomic.write(tensors_path, blob)
+    atomic.write(structure_path, (json.dumps(structure, indent=1) + "\n").encode())
 
 
 def _digest(structure: dict[str, Any]) -> str:
     """Of everything in the structure but the digest itself."""
     rest = {key: value for key, value in structure.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
 
 
 def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -> nn.Module:
