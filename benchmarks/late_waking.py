@@ -26,6 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimstart
+from slimstart.models.vgg import VGG
+
+STAGES = ((64, 64), (128, 128), (256, 256))
 
 
 class EntrywiseAdamW(torch.optim.Optimizer):
@@ -60,18 +63,6 @@ def fill_untrained(optimizer: torch.optim.Optimizer) -> None:
         second.masked_fill_(untrained, 0.0).add_(untrained * (second.sum() / (~untrained).sum().clamp(min=1)))
 
 
-def network() -> nn.Module:
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in (64, 64, "M", 128, 128, "M", 256, 256):
-        if width == "M":
-            layers.append(nn.MaxPool2d(2))
-        else:
-            layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-            channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
-
-
 def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(images), labels)
 
@@ -79,7 +70,7 @@ def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 def run(variant: str, lr: float, seed: int, data: dict[str, Tensor], args: argparse.Namespace) -> float:
     """Accuracy in percent of the finished network."""
     torch.manual_seed(seed)
-    model = network().to(args.device)
+    model = VGG(STAGES, num_classes=10, in_channels=3, width=1.0).to(args.device)
     kind = EntrywiseAdamW if variant == "entrywise" else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=lr, weight_decay=0.05)
     images, labels = data["train_images"], data["train_labels"]

@@ -19,21 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimstart
-
-WIDTHS = [64, 64, "M", 128, 128, "M", 256, 256, 256, 256, "M", 512, 512, 512, 512, "M", 512, 512, 512, 512]
-
-
-def vgg19(num_classes: int = 10) -> nn.Module:
-    """VGG-19 with batch normalisation for 32 x 32 images."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in WIDTHS:
-        if isinstance(width, str):
-            layers.append(nn.MaxPool2d(2))
-        else:
-            layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(True)]
-            channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+from slimstart.models import vgg19
 
 
 def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

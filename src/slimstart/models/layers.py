@@ -1,0 +1,54 @@
+"""What the networks here share: how `width` scales them, their convolution, their stages, and how they start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from slimstart.errors import ConfigError
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def scaled(channels: int, width: float) -> int:
+    """`channels` times `width`, to the nearest whole number, at least 1."""
+    if not 0 < width < math.inf:
+        raise ConfigError(f"`width` is {width}; it multiplies channels, so it must be a positive number")
+    return max(1, round(channels * width))
+
+
+def conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    """A convolution that keeps the image's size at stride 1; without bias, which the normalisation behind it has."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+
+
+def conv_bn_relu(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    """The three layers that plain networks are chains of."""
+    return [conv(inputs, outputs, kernel, stride, groups), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+
+
+def stage(
+    block: Callable[[int, int, int], nn.Module], inputs: int, outputs: int, num_blocks: int, stride: int
+) -> nn.Sequential:
+    """Residual blocks in a row; the first of them changes the shape."""
+    rest = (block(outputs, outputs, 1) for _ in range(num_blocks - 1))
+    return nn.Sequential(block(inputs, outputs, stride), *rest)
+
+
+def initialised(network: Network) -> Network:
+    r"""The same network, its convolutions drawn from :math:`N(0, 2 / n)`, n the outputs that one input reaches.
+
+    That keeps the size of gradients through layers with ReLU (He et al., 2015). PyTorch's own `fan_out` does not know
+    of groups, and would start the filters of a depthwise layer too small by the square root of their number.
+
+    Normalisation starts as the identity, also at the end of a residual branch: started at zero, it would hide the
+    branch from the loss, and every mask in it from the search. The classifier starts as PyTorch has it.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            reached = module.out_channels * math.prod(module.kernel_size) / module.groups
+            nn.init.normal_(module.weight, std=math.sqrt(2 / reached))
+    return network

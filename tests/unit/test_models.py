@@ -1,0 +1,423 @@
+"""The networks of the paper: their sizes by arithmetic and as published, that they can shrink, and how they are found.
+
+`describe` writes every network down a second time, as a list of convolutions and normalised channels.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slimstart
+from slimstart.errors import ConfigError
+from slimstart.models import MODELS, build, from_factory, is_factory
+from slimstart.models.resnet_cifar import BasicBlock
+from slimstart.models.resnet_imagenet import Bottleneck
+from slimstart.models.wide_resnet import WideBlock
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+@dataclass
+class Sketch:
+    """What a network costs, layer by layer."""
+
+    width: float
+    params: int = 0
+    flops: int = 0
+    filters: int = 0  # that can be removed one by one; depthwise ones go with their inputs
+
+    def __call__(self, channels: int) -> int:
+        return max(1, round(channels * self.width))
+
+    def conv(self, inputs: int, outputs: int, kernel: int, size: int, depthwise: bool = False) -> int:
+        weights = outputs * (1 if depthwise else inputs) * kernel**2
+        self.params += weights
+        self.flops += weights * size**2
+        self.filters += 0 if depthwise else outputs
+        return outputs
+
+    def norm(self, channels: int) -> int:
+        self.params += 2 * channels
+        return channels
+
+    def linear(self, inputs: int, outputs: int) -> None:
+        self.params += inputs * outputs + outputs
+        self.flops += inputs * outputs
+
+
+def describe(name: str, num_classes: int, in_channels: int, width: float, size: int) -> Sketch:
+    w = Sketch(width)
+    c = in_channels
+    if name in ("vgg16", "vgg19", "small"):
+        deep = 3 if name == "vgg16" else 4
+        stages = [[64] * 2, [128] * 2, [256] * deep, [512] * deep, [512] * deep]
+        for stage in [[32], [32, 64], [64, 128]] if name == "small" else stages:
+            for outputs in stage:
+                c = w.norm(w.conv(c, w(outputs), 3, size))
+            size //= 2
+    elif name in ("resnet20", "resnet32"):
+        blocks, base = {"resnet20": (3, 16), "resnet32": (5, 32)}[name]
+        c = w.norm(w.conv(c, w(base), 3, size))
+        for outputs in (base, 2 * base, 4 * base):
+            for i in range(blocks):
+                if outputs > base and i == 0:
+                    size //= 2
+                    w.norm(w.conv(c, w(outputs), 1, size))
+                c = w.norm(w.conv(c, w(outputs), 3, size))
+                c = w.norm(w.conv(c, c, 3, size))
+    elif name == "wrn28_10":
+        c = w.conv(c, w(16), 3, size)
+        for outputs in (160, 320, 640):
+            for i in range(4):
+                w.norm(c)
+                if i == 0:
+                    size //= 1 if outputs == 160 else 2
+                    w.conv(c, w(outputs), 1, size)
+                c = w.norm(w.conv(c, w(outputs), 3, size))
+                c = w.conv(c, c, 3, size)
+        w.norm(c)
+    elif name == "resnet50":
+        c = w.norm(w.conv(c, w(64), 7, size // 2))
+        size //= 4
+        for inside, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+            for i in range(blocks):
+                before, size = size, size // 2 if inside > 64 and i == 0 else size
+                if i == 0:
+                    w.norm(w.conv(c, w(4 * inside), 1, size))
+                w.norm(w.conv(c, w(inside), 1, before))
+                w.norm(w.conv(w(inside), w(inside), 3, size))
+                c = w.norm(w.conv(w(inside), w(4 * inside), 1, size))
+    elif name == "mobilenet_v1":
+        size //= 2
+        c = w.norm(w.conv(c, w(32), 3, size))
+        for outputs in (64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024):
+            size //= 2 if outputs > 64 and w(outputs) != c else 1
+            w.norm(w.conv(c, c, 3, size, depthwise=True))
+            c = w.norm(w.conv(c, w(outputs), 1, size))
+    w.linear(c, num_classes)
+    return w
+
+
+def count(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def images(in_channels: int, size: int, device: str | None = None) -> torch.Tensor:
+    return torch.randn(2, in_channels, size, size, device=device)
+
+
+# ------------------------------------------------------------------------------------------------ sizes
+
+# Image size, channels and classes; parameters and multiply-adds in millions as published, with as many digits.
+PUBLISHED = {
+    "vgg16": (32, 3, 10, "14.7", "313"),
+    "vgg19": (32, 3, 10, "20.0", "398"),
+    "resnet20": (32, 3, 10, "0.27", "41"),
+    "resnet32": (32, 3, 10, None, None),
+    "wrn28_10": (32, 3, 10, "36.5", "5.2e3"),
+    "resnet50": (224, 3, 1000, "25.557032", "4.1e3"),
+    "mobilenet_v1": (224, 3, 1000, "4.231976", "569"),
+    "small": (28, 1, 10, None, None),
+}
+
+
+def agrees(value: float, published: str) -> bool:
+    """Whether a number, rounded to as many digits as the published one has, is that number."""
+    digits = len(published.split("e")[0].replace(".", "").lstrip("0"))
+    return float(f"{value:.{digits}g}") == float(published)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_are_those_of_the_arithmetic_and_of_the_literature(name: str) -> None:
+    size, in_channels, num_classes, params, flops = PUBLISHED[name]
+    with torch.device("meta"):  # counts without computing
+        network = MODELS[name]()
+        counted = slimstart.flops(network, images(in_channels, size)[:1])
+    expected = describe(name, num_classes, in_channels, 1.0, size)
+    assert (count(network), counted) == (expected.params, expected.flops)
+    if params is not None:
+        assert agrees(count(network) / 1e6, params)
+        assert agrees(counted / 1e6, flops)
+
+
+def test_resnet20_is_the_published_one_and_its_shortcuts() -> None:
+    # The original has 269,722 parameters; a shortcut has a weight, and scale and shift of its normalisation.
+    assert count(MODELS["resnet20"]()) == 269_722 + (16 * 32 + 2 * 32) + (32 * 64 + 2 * 64)
+
+
+def test_resnet32_is_twice_as_wide_as_usual() -> None:
+    network = MODELS["resnet32"]()
+    outputs = [m.out_channels for m in network.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert outputs == [32] + [32] * 10 + [64] * 10 + [128] * 10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_width_scales_every_layer_and_the_other_arguments_reach_both_ends(name: str) -> None:
+    size = PUBLISHED[name][0]
+    with torch.device("meta"):
+        whole, half = (build(name, num_classes=100, in_channels=1, width=w) for w in (1.0, 0.5))
+        flops = [slimstart.flops(network, images(1, size)[:1]) for network in (whole, half)]
+    expected = describe(name, 100, 1, 0.5, size)
+    assert (count(half), flops[1]) == (expected.params, expected.flops)
+    # The first layer, the classifier and depthwise filters scale with the width, all others with its square.
+    assert 0.25 < flops[1] / flops[0] < 0.27
+    assert half(images(1, size, "meta")).shape == (2, 100)
+
+
+@pytest.mark.parametrize("width", [0.0, -1.0, math.inf, math.nan])
+def test_a_width_that_scales_nothing_is_refused(width: float) -> None:
+    with pytest.raises(ConfigError, match=r"`width` is .*; it multiplies channels, so it must be a positive number"):
+        build("vgg16", num_classes=10, width=width)
+
+
+# ------------------------------------------------------------------------------------------------ slimming
+
+# Wide enough to be uneven, small enough to be quick.
+TINY = {
+    "vgg16": (0.05, 16),
+    "vgg19": (0.05, 16),
+    "resnet20": (0.25, 12),
+    "resnet32": (0.125, 12),
+    "wrn28_10": (0.025, 12),
+    "resnet50": (0.03, 64),
+    "mobilenet_v1": (0.1, 64),
+    "small": (0.25, 14),
+}
+
+
+@pytest.mark.parametrize("coupling", ["filter", "stream"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_narrow_network_equals_the_masked_one_and_all_of_it_can_shrink(name: str, coupling: str) -> None:
+    width, size = TINY[name]
+    inputs = images(3, size)
+    report = slimstart.verify(build(name, num_classes=5, width=width), inputs, coupling=coupling, num_masks=1)
+    assert report.max_error < 1e-10
+    graph = report.graph
+    assert graph.coverage == 1.0
+    assert set(graph.left_whole.values()) == {"it is an output of the network"}
+    expected = describe(name, 5, 3, width, size)
+    everything = torch.ones(graph.num_units, dtype=torch.bool)
+    assert slimstart.Flops(1.0).bind(graph.costs).cost(everything) == len(inputs) * expected.flops
+    assert slimstart.Params(1.0).bind(graph.costs).cost(everything) == expected.params
+    if coupling == "filter":  # every filter has a mask of its own
+        assert graph.num_units == expected.filters
+
+
+# ------------------------------------------------------------------------------------------------ blocks and start
+
+
+def test_blocks_add_to_their_input() -> None:
+    """A block whose branch is silent passes its input: through ReLU, or untouched where activation comes first."""
+    x = torch.randn(2, 6, 5, 5)
+    basic, bottleneck, wide = BasicBlock(6, 6, 1), Bottleneck(3, 6, 6, 1), WideBlock(6, 6, 1)
+    for last in (basic.conv2, bottleneck.conv3, wide.conv2):
+        nn.init.zeros_(last.weight)
+    assert torch.equal(basic(x), x.clamp(min=0))
+    assert torch.equal(bottleneck(x), x.clamp(min=0))
+    assert torch.equal(wide(x), x)
+
+
+def test_a_pre_activation_shortcut_reads_the_normalised_input() -> None:
+    block = WideBlock(3, 4, 2).eval()
+    nn.init.zeros_(block.conv2.weight)
+    nn.init.constant_(block.bn1.running_mean, 0.5)
+    nn.init.constant_(block.bn1.running_var, 4.0)
+    x = torch.randn(2, 3, 6, 6)
+    active = ((x - 0.5) / math.sqrt(4 + 1e-5)).clamp(min=0)
+    assert block.shortcut is not None
+    expected = torch.einsum("oi,nihw->nohw", block.shortcut.weight[:, :, 0, 0], active[:, :, ::2, ::2])
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_convolutions_start_with_the_size_that_keeps_gradients() -> None:
+    for network, layer, reached in (
+        (MODELS["vgg16"](), "features.37", 512 * 9),
+        (MODELS["resnet20"](), "stage3.2.conv2", 64 * 9),
+        (MODELS["mobilenet_v1"](), "features.75", 9),  # depthwise: an input reaches one filter
+        (MODELS["mobilenet_v1"](), "features.78", 1024),
+    ):
+        weight = network.get_parameter(f"{layer}.weight").detach()
+        assert float(weight.std()) == pytest.approx(math.sqrt(2 / reached), rel=0.05)
+
+
+def test_normalisation_starts_as_the_identity() -> None:
+    # Zeros at the end of a branch would hide the branch, and its masks, from the loss.
+    for name in MODELS:
+        norms = [m for m in build(name, num_classes=2, width=0.1).modules() if isinstance(m, nn.BatchNorm2d)]
+        assert all(bool((m.weight == 1).all() and (m.bias == 0).all()) for m in norms)
+
+
+def test_resnet50_takes_published_weights_by_name() -> None:
+    def norm(prefix: str) -> set[str]:
+        parts = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        return {f"{prefix}.{part}" for part in parts}
+
+    keys = {"conv1.weight", "fc.weight", "fc.bias"} | norm("bn1")
+    for layer, blocks in enumerate((3, 4, 6, 3), start=1):
+        keys |= {f"layer{layer}.0.downsample.0.weight"} | norm(f"layer{layer}.0.downsample.1")
+        for block in range(blocks):
+            for i in (1, 2, 3):
+                keys |= {f"layer{layer}.{block}.conv{i}.weight"} | norm(f"layer{layer}.{block}.bn{i}")
+    with torch.device("meta"):
+        assert MODELS["resnet50"]().state_dict().keys() == keys
+
+
+# ------------------------------------------------------------------------------------------------ by name
+
+
+@pytest.mark.parametrize("argument", ["num_classes", "in_channels"])
+def test_sizes_below_one_are_refused(argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{argument}` is 0; it must be at least 1"):
+        build("vgg16", **{"num_classes": 10, argument: 0})
+
+
+def test_an_unknown_name_lists_the_known_and_the_close_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"`name` is 'mobilenet'; the networks are vgg16, .*; did you mean 'mobilenet_v1'\?"
+    ) as caught:
+        build("mobilenet", num_classes=10)
+    assert all(name in str(caught.value) for name in MODELS)
+    with pytest.raises(ConfigError, match="the networks are") as caught:
+        build("zzz", num_classes=10)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.fixture
+def timm(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """A stand-in for timm; the calls of `create_model`."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def create_model(name: str, **kwargs: Any) -> nn.Module:
+        calls.append((name, kwargs))
+        if kwargs["in_chans"] == 2:
+            raise RuntimeError("two channels\nare odd")
+        return nn.Linear(1, 1)
+
+    module = SimpleNamespace(list_models=lambda: ["resnet18", "resnet34"], create_model=create_model)
+    monkeypatch.setitem(sys.modules, "timm", module)
+    return calls
+
+
+def test_networks_of_timm_start_untrained_and_take_the_sizes(timm: list[tuple[str, dict[str, Any]]]) -> None:
+    assert isinstance(build("timm:resnet18", num_classes=7, in_channels=1), nn.Linear)
+    assert timm == [("resnet18", {"pretrained": False, "num_classes": 7, "in_chans": 1})]
+
+
+def test_what_timm_cannot_build_is_said_in_one_line(timm: list[tuple[str, dict[str, Any]]]) -> None:
+    with pytest.raises(ConfigError, match=r"timm has no such network; did you mean 'resnet18'"):
+        build("timm:resnet1", num_classes=7)
+    with pytest.raises(ConfigError, match=r"timm has no such network$"):  # timm would fetch it
+        build("timm:hf-hub:someone/something", num_classes=7)
+    with pytest.raises(ConfigError, match=r"`width` is 0.5, but networks of timm have the width of their name"):
+        build("timm:resnet18", num_classes=7, width=0.5)
+    assert timm == []
+    message = "timm cannot build 'resnet18' for 7 classes and 2 channels: RuntimeError: two channels are odd"
+    with pytest.raises(ConfigError, match=message) as caught:
+        build("timm:resnet18", num_classes=7, in_channels=2)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_timm_is_asked_for_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)  # as if it were not installed
+    build("small", num_classes=10)
+    with pytest.raises(ConfigError, match=r"`name` is 'timm:resnet18', but timm cannot be imported: .*Install timm"):
+        build("timm:resnet18", num_classes=10)
+
+
+# ------------------------------------------------------------------------------------------------ the user's own
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Writes `own_nets.py` into the current folder, which is on no path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "own_nets", raising=False)
+
+    def write(source: str) -> None:
+        (tmp_path / "own_nets.py").write_text("from torch import nn\n" + source)
+
+    yield write
+    sys.modules.pop("own_nets", None)
+
+
+def test_factories_and_names_are_told_apart() -> None:
+    assert is_factory("package.module:factory")
+    assert not is_factory("vgg16")
+    assert not is_factory("timm:resnet18")
+
+
+def test_build_never_runs_a_users_code(write_module: Callable[[str], None]) -> None:
+    write_module("raise SystemExit('this must not run')")
+    with pytest.raises(ConfigError, match=r"a factory of your own; .*Call `slimstart.models.from_factory`"):
+        build("own_nets:make", num_classes=10)
+    assert "own_nets" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("signature", "in_channels", "expected"),
+    [
+        ("num_classes, in_channels", 3, {"num_classes": 7, "in_channels": 3}),
+        ("*, in_channels=5, depth=2", 3, {"in_channels": 3}),
+        ("", 3, {}),
+        ("num_classes=10, /", 3, {"num_classes": 10}),  # cannot be given by name
+        ("depth=3, **kwargs", 3, {"num_classes": 7}),
+        ("depth=3, **kwargs", 1, {"num_classes": 7, "in_channels": 1}),
+        ("in_channels, **kwargs", 3, {"num_classes": 7, "in_channels": 3}),
+    ],
+)
+def test_a_factory_is_given_what_its_signature_takes(
+    write_module: Callable[[str], None], signature: str, in_channels: int, expected: dict[str, int]
+) -> None:
+    write_module(
+        f"def make({signature}):\n"
+        "    seen = dict(locals())\n"
+        "    net = nn.Identity()\n"
+        "    net.seen = seen | seen.get('kwargs', {})\n"
+        "    return net\n"
+    )
+    seen = from_factory("own_nets:make", num_classes=7, in_channels=in_channels).seen
+    assert {name: value for name, value in seen.items() if name in ("num_classes", "in_channels")} == expected
+
+
+def test_a_class_a_method_and_a_module_on_the_path_are_factories_too(write_module: Callable[[str], None]) -> None:
+    write_module("class Nets:\n    make = staticmethod(lambda num_classes: nn.Linear(2, num_classes))\n")
+    assert from_factory("own_nets:Nets.make", num_classes=7, in_channels=3).out_features == 7
+    assert isinstance(from_factory("torch.nn:Identity", num_classes=7, in_channels=3), nn.Identity)
+
+
+@pytest.mark.parametrize(
+    ("source", "spec", "message", "cause"),
+    [
+        ("", "own_nets", r"`spec` is 'own_nets'; it must be 'module:factory'", None),
+        ("", "own_nets:", r"it must be 'module:factory'", None),
+        ("", ":make", r"it must be 'module:factory'", None),
+        ("", "own_nets:a:b", r"it must be 'module:factory'", None),
+        ("", "no_such_nets:make", "'no_such_nets' cannot be imported: ModuleNotFoundError", ModuleNotFoundError),
+        ("", ".own_nets:make", "'.own_nets' cannot be imported: TypeError", TypeError),
+        ("1 / 0", "own_nets:make", "'own_nets' cannot be imported: ZeroDivisionError", ZeroDivisionError),
+        ("raise SystemExit(2)", "own_nets:make", "'own_nets' cannot be imported: SystemExit: 2", SystemExit),
+        ("def make(:", "own_nets:make", "'own_nets' cannot be imported: SyntaxError", SyntaxError),
+        ("", "own_nets:make", "'own_nets:make': AttributeError: .* no attribute 'make'", AttributeError),
+        ("make = 3", "own_nets:make", "'own_nets:make' is a int; a factory must be callable", None),
+        ("def make(): return [1]", "own_nets:make", "'own_nets:make' returns a list; .* an nn.Module", None),
+        ("def make(): raise KeyError('a\\nb')", "own_nets:make", "'own_nets:make' fails: KeyError", KeyError),
+        ("def make(depth): pass", "own_nets:make", "'own_nets:make' fails: TypeError: .*'depth'", TypeError),
+    ],
+)
+def test_a_factory_that_fails_is_told_in_one_line(
+    write_module: Callable[[str], None], source: str, spec: str, message: str, cause: type[BaseException] | None
+) -> None:
+    write_module(source)
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_factory(spec, num_classes=10, in_channels=3)
+    assert "\n" not in str(caught.value)
+    assert cause is None or isinstance(caught.value.__cause__, cause)
