@@ -1,0 +1,97 @@
+"""What every data set gives: batches of an epoch, each a pure function of (seed, epoch, index).
+
+All random numbers of an epoch come from generators of their own, made of the seed and the epoch's number and drawn on
+the CPU. So batch k of epoch n is the same whatever came before it, on every device and with any number of worker
+processes, and a training that was killed goes on with the very batches that it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimstart.errors import ConfigError
+
+# Evaluation keeps no activations for a backward, so its batches may be larger: fewer launches on a GPU.
+TEST_BATCHES = 4
+
+
+class Batches(Protocol):
+    """The batches of one part of a data set."""
+
+    @property
+    def num_images(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        ...
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches `start`, `start` + 1, ... of an epoch: float32 images (B, C, H, W), normalised, and int64 labels."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set, ready for training.
+
+    `train` is shuffled and augmented, and drops its last short batch. `test` is in order, as it is, and complete.
+    """
+
+    name: str
+    num_classes: int
+    image_shape: tuple[int, int, int]
+    train: Batches
+    test: Batches
+
+
+def generator(seed: int, *key: int) -> np.random.Generator:
+    """A generator for one purpose, independent of all others and of every global one."""
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
+
+
+def hold_out(num_images: int, num_held: int) -> tuple[Tensor, Tensor]:
+    """Indices of the images to train on, and of `num_held` to validate on; both rising.
+
+    The choice is random but the same for every seed: runs with different seeds are compared on the same images.
+    """
+    if not 0 <= num_held < num_images:
+        raise ConfigError(
+            f"`validation` is {num_held}; it takes images from the {num_images:,} for training and must leave some"
+        )
+    order = torch.from_numpy(generator(0).permutation(num_images))
+    return order[num_held:].sort().values, order[:num_held].sort().values
+
+
+def num_full_batches(num_images: int, batch_size: int) -> int:
+    """Batches per epoch of training, without the last short one."""
+    if not 1 <= batch_size <= num_images:
+        raise ConfigError(f"`batch_size` is {batch_size}; it must be from 1 to {num_images:,}, the images for training")
+    return num_images // batch_size
+
+
+def indices_from(start: int, num_batches: int) -> range:
+    """The batches that are left of an epoch; `start` may be its end, where a run was stopped between two epochs."""
+    if not 0 <= start <= num_batches:
+        raise ConfigError(f"`start` is {start}; an epoch has {num_batches} batches")
+    return range(start, num_batches)
+
+
+class Normalise:
+    """(x / 255 - mean) / std per channel, of uint8 images (B, C, H, W), on their device."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        self._mean = 255 * torch.tensor(mean, device=device).view(-1, 1, 1)
+        self._std = 255 * torch.tensor(std, device=device).view(-1, 1, 1)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        # Two operations that round correctly: the same bits on every device, which one fused operation would not give.
+        return images.to(torch.float32).sub_(self._mean).div_(self._std)

@@ -1,0 +1,161 @@
+"""Downloads from a server on this machine: whole, broken off, with and without ranges, wrong, and not there."""
+
+import dataclasses
+import hashlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slimstart.data import cifar
+from slimstart.data.download import fetch
+from slimstart.errors import DataError
+from tests.datasets import cifar_files, random_arrays, small_cifar, write_archive
+
+CONTENT = np.random.default_rng(0).bytes(700_000)
+MD5 = hashlib.md5(CONTENT).hexdigest()
+
+
+@dataclass
+class Server:
+    """What it sends, and what it was asked for."""
+
+    url: str = ""
+    content: bytes = CONTENT
+    ranges: bool = True
+    says_length: bool = True
+    breaks: list[int] = field(default_factory=list)  # bytes after which each of the next answers ends
+    asked: list[str | None] = field(default_factory=list)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    state = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            wanted = self.headers["Range"]
+            state.asked.append(wanted)
+            if not self.path.endswith(".gz"):
+                return self.send_error(404)
+            start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and state.ranges else 0
+            if start >= len(state.content):
+                return self.send_error(416)
+            rest = state.content[start:]
+            self.send_response(206 if start else 200)
+            if state.says_length:
+                self.send_header("Content-Length", str(len(rest)))
+            self.end_headers()
+            self.wfile.write(rest[: state.breaks.pop(0)] if state.breaks else rest)
+            return None
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        state.url = f"http://127.0.0.1:{http.server_port}/file.tar.gz"
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield state
+        http.shutdown()
+        thread.join()
+
+
+def test_a_whole_file_with_progress(server: Server, tmp_path: Path) -> None:
+    seen: list[tuple[int, int | None]] = []
+    path = tmp_path / "new" / "folder" / "file"
+    fetch(server.url, path, MD5, lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == CONTENT
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+    assert seen[-1] == (700_000, 700_000)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    server.says_length = False
+    fetch(server.url, tmp_path / "other", MD5, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (700_000, None)
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(server: Server, tmp_path: Path) -> None:
+    server.breaks = [100_000, 300_000]
+    fetch(server.url, tmp_path / "file", MD5)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=100000-", "bytes=400000-"]
+
+
+def test_a_later_call_goes_on(server: Server, tmp_path: Path) -> None:
+    server.breaks = [100_000, 0]
+    with pytest.raises(DataError, match="the connection broke after 100,000 of 700,000 bytes; try again to go on"):
+        fetch(server.url, tmp_path / "file", MD5)
+    assert [p.name for p in tmp_path.iterdir()] == ["file.part"]
+    seen: list[tuple[int, int | None]] = []
+    fetch(server.url, tmp_path / "file", MD5, lambda done, total: seen.append((done, total)))
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert server.asked[-1] == "bytes=100000-"
+    assert seen[0][0] > 100_000
+    assert seen[-1] == (700_000, 700_000)
+
+
+def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file.part").write_bytes(b"something else")
+    server.ranges = False
+    fetch(server.url, tmp_path / "file", MD5)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    server.breaks = [5000, 5000, 5000]
+    with pytest.raises(DataError, match="the connection broke after 5,000 of 700,000 bytes"):
+        fetch(server.url, tmp_path / "again", MD5)
+    assert len(server.breaks) == 1  # an attempt that brings nothing new is the last
+
+
+def test_a_part_that_is_whole_needs_nothing(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file.part").write_bytes(CONTENT)
+    fetch(server.url, tmp_path / "file", MD5)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_a_wrong_file_gets_no_name(server: Server, tmp_path: Path) -> None:
+    server.content = CONTENT[:-1] + b"x"
+    with pytest.raises(DataError, match=f"gave a file with the MD5 [0-9a-f]{{32}}, not {MD5}; it was removed"):
+        fetch(server.url, tmp_path / "file", MD5)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file.part").write_bytes(CONTENT + b"too long")
+    with pytest.raises(DataError, match="it was removed: try again"):
+        fetch(server.url, tmp_path / "file", MD5)
+    server.content = CONTENT
+    fetch(server.url, tmp_path / "file", MD5)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_what_cannot_be_fetched(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="could not be fetched: HTTP Error 404"):
+        fetch(server.url + ".asc", tmp_path / "file", MD5)
+    (tmp_path / "taken").write_bytes(b"")
+    with pytest.raises(DataError, match=r"could not be fetched: .*taken"):
+        fetch(server.url, tmp_path / "taken" / "file", MD5)
+
+
+def test_cifar_is_fetched_once(server: Server, tmp_path: Path) -> None:
+    form = small_cifar("cifar10")
+    write_archive(tmp_path / "a", form.python, cifar_files(form, random_arrays(form), binary=False))
+    server.content = (tmp_path / "a").read_bytes()
+    url = server.url.replace("file.tar.gz", "cifar-10-python.tar.gz")
+    form = dataclasses.replace(form, url=url, md5=hashlib.md5(server.content).hexdigest())
+    for _ in range(2):
+        found = cifar.read(form, tmp_path / "data", download=True)
+        assert found.train[1].tolist() == random_arrays(form)["train_labels"].tolist()
+    assert len(server.asked) == 1
+
+
+def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/cifar-10-python.tar.gz"
+        with pytest.raises(DataError) as caught:
+            cifar.read(small_cifar("cifar10", url=url), tmp_path, download=True)
+    message = str(caught.value)
+    for part in ("cifar10 is not in", url, "could not be fetched", "refused", "cifar-10-batches-py", "--data-dir"):
+        assert part in message
+    assert "\n" not in message
+    assert list(tmp_path.iterdir()) == []
