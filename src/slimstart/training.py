@@ -233,6 +233,11 @@ class SparseTraining:
         return self._net.selection.mask.clone()
 
     @property
+    def reference_masks(self) -> Tensor:
+        """m': the other masks of the draw, one row each, as they were drawn; none where no reference is needed."""
+        return self._masks[1:].clone() if self.needs_reference else self._masks[:0]
+
+    @property
     def expected_cost(self) -> float:
         """What the budget limits, in expectation over masks, as a fraction of the dense model's."""
         return self.policy.expected_cost

@@ -1,5 +1,8 @@
-"""What a network costs: FLOPs of one forward. Knows nothing of the rest of slimstart."""
+"""What things cost: FLOPs of one forward (`flops`), of a whole training (`train_cost`), and time (`timing`).
 
-from slimstart.accounting.flops import flops
+Knows networks only as modules that can be run. The cost table of a traced network lives in `slimstart.costs`.
+"""
 
-__all__ = ["flops"]
+from slimstart.accounting.flops import counting, flops
+
+__all__ = ["counting", "flops"]

@@ -1,4 +1,4 @@
-"""FLOPs of one forward, counted by PyTorch's own counter on the operations that really run.
+"""FLOPs, counted by PyTorch's own counter on the operations that really run.
 
 Convention: **one multiply-add = 1** (PyTorch's counter says 2). Counted are convolutions, matrix products and
 attention; normalisation, activations and additions are not, as in the literature.
@@ -6,6 +6,8 @@ attention; normalisation, activations and additions are not, as in the literatur
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,49 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = No
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 
 
+class Count:
+    """Multiply-adds run so far within `counting`."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self._counter = counter
+
+    @property
+    def total(self) -> int:
+        return self._counter.get_total_flops() // 2
+
+    def of_module(self, path: str) -> int:
+        """Those of one module, by its path from the class of the network, as in "VGG.features.0"."""
+        return sum(self._counter.get_flop_counts().get(path, {}).values()) // 2
+
+
+@contextmanager
+def counting() -> Iterator[Count]:
+    """Count the multiply-adds of whatever runs inside, backward passes too."""
+    counter = FlopCounterMode(
+        display=False,
+        custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention},
+    )
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one fused operation, which no counter knows
+    try:
+        with counter:
+            yield Count(counter)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards every module is in its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
 def flops(model: nn.Module, example_inputs: Any) -> int:
     """Multiply-adds of one forward in evaluation mode; the model is left as it was.
 
@@ -29,19 +74,6 @@ def flops(model: nn.Module, example_inputs: Any) -> int:
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
     """
     args, kwargs = as_call(example_inputs)
-    counter = FlopCounterMode(
-        display=False,
-        custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention},
-    )
-    modes = {module: module.training for module in model.modules()}
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one fused operation, which no counter knows
-    model.eval()
-    try:
-        with torch.no_grad(), counter:
-            model(*args, **kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-        for module, training in modes.items():
-            module.training = training
-    return counter.get_total_flops() // 2
+    with evaluating(model), torch.no_grad(), counting() as count:
+        model(*args, **kwargs)
+    return count.total

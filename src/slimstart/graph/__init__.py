@@ -10,6 +10,6 @@ what a run writes down, and `solve.py` turns the notes into units with `solver.p
 """
 
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, Selection, Slice
-from slimstart.graph.trace import trace
+from slimstart.graph.trace import COUPLINGS, trace
 
-__all__ = ["ChannelGraph", "ChannelGroup", "Port", "Selection", "Slice", "trace"]
+__all__ = ["COUPLINGS", "ChannelGraph", "ChannelGroup", "Port", "Selection", "Slice", "trace"]

@@ -1,0 +1,68 @@
+"""The hand-narrowed network: one share for all widths, the largest that fits, started as its own size asks."""
+
+import pytest
+import torch
+
+from slimstart import models, trace
+from slimstart.accounting import flops
+from slimstart.baselines import narrow, uniform_mask
+from slimstart.errors import BudgetError
+from slimstart.structure import Budget, Channels, Flops, Params
+from tests.zoo import ZOO
+
+
+@pytest.mark.parametrize("budget", [Flops(0.1), Flops(0.5), Params(0.2), Channels(0.3), Flops(1.0)], ids=str)
+@pytest.mark.parametrize("coupling", ["stream", "filter"])
+def test_the_share_is_the_largest_that_fits(budget: Budget, coupling: str) -> None:
+    graph = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), coupling)
+    mask = uniform_mask(graph, budget)
+    bound = budget.bind(graph.costs)
+    assert bound.cost(mask) <= bound.limit
+
+    def of(share: float) -> torch.Tensor:  # slow and obvious
+        kept = torch.zeros(graph.num_units, dtype=torch.bool)
+        for group in graph.groups:
+            number = max(1, round(share * len(group.units)))
+            kept[group.units.start : group.units.start + number] = True
+        return kept
+
+    shares = [i / 2000 for i in range(2001)]
+    best = max(share for share in shares if bound.cost(of(share)) <= bound.limit)
+    assert bound.cost(of(best)) == bound.cost(mask)
+
+
+def test_it_is_the_network_that_one_builds_by_hand() -> None:
+    dense = models.build("vgg16", num_classes=10)
+    graph = trace(dense, torch.zeros(1, 3, 32, 32), "stream")
+    by_hand = models.build("vgg16", num_classes=10, width=0.25)
+    small = narrow(
+        dense, graph, Flops(flops(by_hand, torch.zeros(1, 3, 32, 32)) / flops(dense, torch.zeros(1, 3, 32, 32)))
+    )
+    shapes = {name: parameter.shape for name, parameter in by_hand.named_parameters()}
+    assert {name: parameter.shape for name, parameter in small.named_parameters()} == shapes
+
+
+def test_weights_have_the_scale_of_their_own_fan_in() -> None:
+    dense = models.build("vgg19", num_classes=10)
+    for module in dense.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            module.reset_parameters()  # PyTorch's own: uniform, with variance 1 / (3 fan_in)
+    graph = trace(dense, torch.zeros(1, 3, 32, 32), "stream")
+    for name, weight in narrow(dense, graph, Flops(0.1)).named_parameters():
+        if weight.dim() == 4 and weight.numel() > 5000:
+            assert float(weight.detach().var() * 3 * weight[0].numel()) == pytest.approx(1, rel=0.1), name
+
+
+def test_an_impossible_budget_is_refused() -> None:
+    graph = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16))
+    with pytest.raises(BudgetError, match="feasible from"):
+        uniform_mask(graph, Flops(1e-5))
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if (entry.min_coverage or 0) > 0.9])
+def test_any_network_can_be_narrowed(name: str) -> None:
+    model, inputs = ZOO[name].factory(), ZOO[name].example_inputs()
+    graph = trace(model, inputs, "stream")
+    bound = Flops(1.0).bind(graph.costs)
+    budget = Flops((0.5 * bound.minimum + 0.5 * bound.dense) / bound.dense)
+    assert flops(narrow(model, graph, budget), inputs) <= budget.fraction * flops(model, inputs)
