@@ -1,0 +1,10 @@
+"""The command line: `slimstart train | evaluate | export | inspect | report | recipes`.
+
+Each command parses, calls the library, and shows what came out; nothing here computes. `train.py` and `networks.py`
+have the commands, `display.py` what they look like. PyTorch is imported by the commands that need it, so that `--help`
+answers at once.
+"""
+
+from slimstart.cli.main import app, main
+
+__all__ = ["app", "main"]

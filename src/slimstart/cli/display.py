@@ -1,0 +1,124 @@
+"""What the commands look like on a terminal; where there is none, plain lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from slimstart.recipes.watching import Status
+    from slimstart.records import Epoch, Record
+
+# Into a file or a pipe, lines are as long as they need to be.
+_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
+console = Console(highlight=False, width=_WIDTH)
+errors = Console(stderr=True, highlight=False)
+
+
+class TrainingDisplay:
+    """A `Watcher` with a live line for the step and one line for every epoch; Ctrl-C asks to stop."""
+
+    def __init__(self, total_epochs: int) -> None:
+        self.total_epochs = total_epochs
+        self._stop = False
+        self._task: TaskID | None = None
+        self._progress = Progress(
+            BarColumn(24),
+            TextColumn("{task.percentage:>3.0f} %  {task.description}", markup=False),
+            console=console,
+            transient=True,
+            auto_refresh=console.is_terminal,
+            disable=not console.is_terminal,
+        )
+        self._download = Progress(
+            "downloading", BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console, transient=True
+        )
+        self._download_task: TaskID | None = None
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """Show the progress; the first Ctrl-C, or a polite kill, asks to stop, and a second one stops at once."""
+
+        def ask(number: int, _: Any) -> None:
+            self._stop = True
+            console.print("stopping after this step; once more to stop at once")
+            for asked, handler in before.items():
+                signal.signal(asked, handler)
+
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, ask)
+        try:
+            with self._progress:
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def status(self, status: Status) -> None:
+        text = (
+            f"epoch {status.epoch}/{self.total_epochs} {status.phase}  loss {status.loss:.3f}  "
+            f"accuracy {_percent(status.accuracy)}  FLOPs {100 * status.flops_ratio:.1f} %  "
+            f"{status.images_per_second:,.0f} images/s  {_clock(status.seconds_left)} left"
+        )
+        if self._task is None:
+            self._task = self._progress.add_task(text, total=status.total_steps)
+        self._progress.update(self._task, completed=status.steps_done, total=status.total_steps, description=text)
+
+    def epoch(self, epoch: Epoch) -> None:
+        self._progress.console.print(
+            f"epoch {epoch.epoch:>{len(str(self.total_epochs))}}/{self.total_epochs} {epoch.phase:<8}  "
+            f"loss {epoch.train_loss:.3f}  accuracy {_percent(epoch.test_accuracy)}  "
+            f"FLOPs {100 * epoch.flops_ratio:5.1f} %  cost {100 * epoch.train_flops / epoch.dense_train_flops:5.1f} %"
+            f"  {epoch.images_per_second:,.0f} images/s  {_clock(epoch.seconds)}",
+            markup=False,
+        )
+
+    def downloading(self, done: int, total: int | None) -> None:
+        if self._download_task is None:
+            self._download.start()
+            self._download_task = self._download.add_task("", total=total)
+        self._download.update(self._download_task, completed=done, total=total)
+        if done == total:
+            self._download.stop()
+
+
+def show_records(records: Sequence[Record]) -> None:
+    """A comparison table for each network; a few runs stand side by side, which fits a narrow terminal."""
+    from slimstart.reports import COLUMNS, by_network, summarise
+
+    for network, rows in by_network(summarise(records)).items():
+        console.print(f"\n{network}", markup=False)
+        cells = [[column.title, *(column.cell(row) for row in rows)] for column in COLUMNS]
+        if len(rows) > 3:
+            cells = [list(row) for row in zip(*cells, strict=True)]
+        show_table(cells[0], cells[1:])
+
+
+def show_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*map(escape, titles), box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def _percent(value: float | None) -> str:
+    return "  –  " if value is None else f"{value:.2f}"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(seconds))

@@ -1,0 +1,24 @@
+"""Accuracy on the test images."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slimstart.accounting.flops import evaluating
+from slimstart.data import ImageData
+
+
+@torch.no_grad()
+def evaluate(network: nn.Module, data: ImageData, precision: str) -> tuple[float, float]:
+    """Mean loss and top-1 accuracy, in percent, of a network on the test images."""
+    loss: Tensor | float = 0.0
+    correct: Tensor | int = 0
+    with evaluating(network):
+        for images, labels in data.test.epoch(0):
+            with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+                logits = network(images)
+            loss = loss + F.cross_entropy(logits.float(), labels, reduction="sum").double()
+            correct = correct + (logits.argmax(1) == labels).sum()
+    return float(loss) / data.test.num_images, 100 * int(correct) / data.test.num_images

@@ -1,0 +1,99 @@
+"""Time of a step: ours, the dense network's, and that of the hand-narrowed network with as many FLOPs, in one run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slimstart.accounting.timing import Step, Stopwatch, compare
+from slimstart.baselines import narrow
+from slimstart.errors import BudgetError
+from slimstart.graph import trace
+from slimstart.recipes.methods import Batch, Loss, Search, sgd
+from slimstart.recipes.recipe import Recipe
+from slimstart.structure import Flops
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds per step; what a method does not have is None. The optimizer and the resampling are in the total."""
+
+    total: float
+    forward: float
+    backward: float
+    dense: float | None
+    narrow: float | None
+
+
+def step_times(
+    recipe: Recipe,
+    make_model: Callable[[], nn.Module],
+    batch: Batch,
+    flops_ratio: float,
+    rounds: int = 20,
+    seconds: float = 10.0,
+) -> StepTimes:
+    """Measure steps of fresh networks on one batch.
+
+    Args:
+        flops_ratio: of the finished network; the hand-narrowed one gets as many.
+    """
+    steps: dict[str, Step] = {"dense": _plain_step(recipe, make_model(), batch)}
+    if recipe.method != "dense":
+        model = make_model()
+        graph = trace(model, batch[0][:1], coupling="stream")
+        with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
+            steps["narrow"] = _plain_step(recipe, narrow(model, graph, Flops(flops_ratio)), batch)
+    if recipe.method == "slimstart":
+        search = Search(recipe, make_model(), batch[0][:1], steps_per_epoch=1000)
+        steps["slimstart"] = _search_step(search, batch, draw=recipe.resample_every > 1)
+        if recipe.resample_every > 1:
+            steps["held"] = _search_step(search, batch, draw=False)
+    times = compare(steps, batch[0].device, rounds, seconds)
+    own = times[recipe.method]
+    if "held" in times:  # a window is one first step, and the rest are held
+        held, n = times["held"], recipe.resample_every
+        own = {lap: (time + (n - 1) * held[lap]) / n for lap, time in own.items()}
+    narrow_ms = times["narrow"]["total"] if "narrow" in times else None
+    return StepTimes(own["total"], own["forward"], own["backward"], times["dense"]["total"], narrow_ms)
+
+
+def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch) -> Step:
+    optimizer, loss_fn = sgd(recipe, network), Loss(recipe)
+
+    def step(watch: Stopwatch) -> None:
+        loss = loss_fn(network, *batch)
+        watch.lap("forward")
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        watch.lap("backward")
+        optimizer.step()
+        watch.lap("other")
+
+    return step
+
+
+def _search_step(search: Search, batch: Batch, draw: bool) -> Step:
+    """A step of Algorithm 1 by its verbs, both forwards in one lap; `draw`: with the draw before it."""
+    sparse, loss_fn = search.sparse, search.loss_fn
+
+    def step(watch: Stopwatch) -> None:
+        if draw:
+            sparse.resample()
+            watch.lap("other")
+        loss = loss_fn(sparse.net, *batch)
+        with torch.no_grad():
+            references = [loss_fn(net, *batch) for net in sparse.references()]
+        watch.lap("forward")
+        sparse.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        watch.lap("backward")
+        sparse.optimizer.step()
+        sparse.update(loss, references)
+        watch.lap("other")
+
+    return step

@@ -1,0 +1,237 @@
+"""Ways to train, behind one small protocol: the program does not know which one it runs.
+
+`Fixed` trains a network whose structure does not change (dense, or narrow from the start); `Search` is Algorithm 1.
+Each keeps its own ledger of the FLOPs that it executes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from slimstart.accounting import counting, flops
+from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers
+from slimstart.baselines import narrow
+from slimstart.errors import CheckpointError
+from slimstart.graph import ChannelGraph, trace
+from slimstart.recipes.recipe import Recipe
+from slimstart.structure import Flops
+from slimstart.subnet import compact
+from slimstart.training import SparseTraining
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Loss:
+    """Cross-entropy of a network on a batch, in the precision of the recipe."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.label_smoothing = recipe.label_smoothing
+        self.half = recipe.precision == "bfloat16"
+
+    def __call__(self, net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.half):
+            logits = net(images)
+        return F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
+
+
+class Method(Protocol):
+    """What the program asks of a way to train."""
+
+    graph: ChannelGraph
+    optimizer: Optimizer
+    ledger: Ledger
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one image through the network that the next step trains."""
+
+    @property
+    def searching(self) -> bool:
+        """Whether the structure still changes."""
+
+    @property
+    def keep_probs(self) -> Tensor | None:
+        """s, if there is one."""
+
+    @property
+    def expected_cost(self) -> float | None:
+        """What the budget limits, as a fraction of dense, if there is a search."""
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Train on one batch; returns the detached loss."""
+
+    def settle(self, batches: Iterable[Batch]) -> None:
+        """Fix the structure."""
+
+    def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
+        """The network as it stands, for validation; training goes on untouched."""
+
+    def finish(self, batches: Iterable[Batch]) -> nn.Module:
+        """The trained network."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values: everything that the next steps depend on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+
+
+def sgd(recipe: Recipe, model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+
+
+def make_method(recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int) -> Method:
+    """The method that a recipe names, around a freshly initialised dense model.
+
+    Args:
+        example: one image, as a batch.
+    """
+    if recipe.method == "slimstart":
+        return Search(recipe, model, example, steps_per_epoch)
+    graph = trace(model, example, coupling="stream")
+    budget = recipe.parsed_budget
+    if budget is None:
+        network = compact(model, graph.select(torch.ones(graph.num_units, dtype=torch.bool)))
+    else:
+        network = narrow(model, graph, budget)
+    return Fixed(recipe, graph, network, example)
+
+
+class Fixed:
+    """Plain training of a network whose structure does not change."""
+
+    searching = False
+    keep_probs = None
+    expected_cost = None
+
+    def __init__(self, recipe: Recipe, graph: ChannelGraph, network: nn.Module, example: Tensor) -> None:
+        self.graph, self.network, self.loss_fn = graph, network, Loss(recipe)
+        self.optimizer = sgd(recipe, network)
+        self.ledger = Ledger()
+        self.flops = flops(network, example)
+        self._input_gradient = first_layers(network, example).input_gradient()
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        loss = self.loss_fn(self.network, images, labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self.ledger.step(len(images), self.flops, self._input_gradient)
+        return loss.detach()
+
+    def settle(self, batches: Iterable[Batch]) -> None:
+        pass
+
+    def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
+        return self.network
+
+    def finish(self, batches: Iterable[Batch]) -> nn.Module:
+        return self.network
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "network": {name: tensor.clone() for name, tensor in self.network.state_dict().items()},
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "ledger": asdict(self.ledger),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        try:
+            self.network.load_state_dict(state["network"])
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            self.ledger = Ledger(**state["ledger"])
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+
+
+class Search:
+    """Algorithm 1, then a fixed structure."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int) -> None:
+        self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
+        self.optimizer = sgd(recipe, model)
+        self.sparse = SparseTraining(
+            model,
+            self.optimizer,
+            example,
+            recipe.parsed_budget,
+            coupling=recipe.coupling,
+            estimator=recipe.estimator,
+            structure_lr=recipe.structure_lr,
+            resample_every=recipe.resample_every,
+            total_steps=max(1, recipe.search_epochs * steps_per_epoch),
+            seed=recipe.seed,
+        )
+        self.graph = self.sparse.graph
+        self.ledger = Ledger()
+        self._cost = Flops(1.0).bind(self.graph.costs).cost
+        self._first: FirstLayers = first_layers(model, example)
+        self._counted: tuple[Tensor, int, int] | None = None
+
+    @property
+    def searching(self) -> bool:
+        return not self.sparse.settled
+
+    @property
+    def keep_probs(self) -> Tensor:
+        return self.sparse.keep_probs
+
+    @property
+    def expected_cost(self) -> float:
+        return self.sparse.expected_cost
+
+    @property
+    def flops(self) -> int:
+        return self._costs()[0]
+
+    def _costs(self) -> tuple[int, int]:
+        """FLOPs of a forward through `net`, and those that its backward saves; counted once per draw."""
+        mask = self.sparse.mask
+        if self._counted is None or not torch.equal(self._counted[0], mask):
+            filters = self.graph.filters
+            kept = {name: _num_kept(filters[name], mask) for name in self._first.filters if name in filters}
+            self._counted = mask, self._cost(mask), self._first.input_gradient({**self._first.filters, **kept})
+        return self._counted[1:]
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        forward, input_gradient = self._costs()
+        reference = sum(self._cost(mask) for mask in self.sparse.reference_masks)
+        loss = self.sparse.step(self.loss_fn, images, labels)
+        self.ledger.step(len(images), forward, input_gradient, reference)
+        return loss
+
+    def settle(self, batches: Iterable[Batch]) -> None:
+        with counting() as count:
+            self.sparse.settle(batches, self.loss_fn, self.num_masks)
+        self.ledger.selection += count.total
+
+    def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
+        return self.sparse.snapshot(batches, self.loss_fn)
+
+    def finish(self, batches: Iterable[Batch]) -> nn.Module:
+        with counting() as count:
+            network = self.sparse.finish(batches, self.loss_fn, self.num_masks)
+        self.ledger.selection += count.total
+        return network
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sparse": self.sparse.state_dict(), "ledger": asdict(self.ledger)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != {"sparse", "ledger"}:
+            raise CheckpointError("the checkpoint is of another method")
+        self.sparse.load_state_dict(state["sparse"])
+        self.ledger = Ledger(**state["ledger"])
+
+
+def _num_kept(units: Tensor, mask: Tensor) -> int:
+    """How many of the filters with these units (-1: always there) a mask keeps."""
+    return int((mask[units.clamp(min=0)] | (units < 0)).sum())

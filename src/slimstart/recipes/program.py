@@ -1,0 +1,311 @@
+"""The training program: one recipe, one run's folder, from the first step to the record.
+
+    program = Program(recipe, run, place, watcher)
+    record = program.train()        # goes on from the last checkpoint, if there is one
+
+Everything that the next step depends on is in the checkpoint or a pure function of the step (batches, learning rate),
+so a run that was killed goes on bit for bit where its last checkpoint was taken; on the CPU, that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimstart import data as data_sets
+from slimstart import files, records
+from slimstart.accounting import flops
+from slimstart.accounting.train_cost import first_layers
+from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
+from slimstart.recipes import surroundings
+from slimstart.recipes.evaluation import evaluate
+from slimstart.recipes.events import Events
+from slimstart.recipes.measure import StepTimes, step_times
+from slimstart.recipes.methods import Batch, make_method
+from slimstart.recipes.recipe import Recipe, make_model
+from slimstart.recipes.recording import make_record, structure_of
+from slimstart.recipes.runs import Run
+from slimstart.recipes.schedules import learning_rate
+from slimstart.recipes.watching import Interrupted, Status, Unwatched, Watcher
+
+logger = logging.getLogger(__name__)
+FORMAT = "slimstart.program/1"
+NUM_CALIBRATION_BATCHES = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a run computes; none of it is meant to change a result."""
+
+    device: str = "auto"
+    data_dir: Path | None = None
+    num_workers: int = 4  # that read image folders
+    download: bool = True
+    checkpoint_seconds: float = 60.0
+    timing_rounds: int = 20  # 0: step times are not measured
+
+
+@dataclass
+class Progress:
+    """How far a run is; with the method's state, all that a checkpoint holds."""
+
+    epoch: int = 0  # from 0
+    batch: int = 0  # of this epoch: the next one
+    loss_sum: float = 0.0
+    flops_sum: int = 0  # of the trained network, over the steps of this epoch
+    seconds: float = 0.0  # of this epoch, training alone
+    search_flops: int = 0  # of the trained network, over all search steps
+    search_steps: int = 0
+    train_flops: int = 0  # up to the beginning of this epoch
+    accuracy: float | None = None
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    history: list[records.Epoch] = field(default_factory=list)
+
+
+class Program:
+    """One run.
+
+    Args:
+        recipe: what to train.
+        run: the folder, made by `Run.create`.
+        place: where.
+        watcher: a display.
+
+    Raises:
+        ConfigError, BudgetError, DataError, TraceError: before anything is trained.
+    """
+
+    def __init__(self, recipe: Recipe, run: Run, place: Place | None = None, watcher: Watcher | None = None) -> None:
+        self.recipe, self.run = recipe, run
+        self.place, self.watcher = place or Place(), watcher or Unwatched()
+        self.device = surroundings.find_device(self.place.device)
+        surroundings.set_precision(recipe.precision)
+        self.data = data_sets.load(
+            recipe.data,
+            data_dir=self.place.data_dir,
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
+            device=self.device,
+            validation=recipe.validation,
+            image_size=recipe.image_size,
+            num_workers=self.place.num_workers,
+            download=self.place.download,
+            progress=self.watcher.downloading,
+        )
+        self.steps_per_epoch = len(self.data.train)
+        self.example = torch.zeros(1, *self.data.image_shape, device=self.device)
+        torch.manual_seed(recipe.seed)
+        model = self.make_model()
+        self.dense_flops = flops(model, self.example)
+        self.dense_params = sum(parameter.numel() for parameter in model.parameters())
+        saved = first_layers(model, self.example).input_gradient()
+        self.dense_step_flops = recipe.batch_size * (3 * self.dense_flops - saved)
+        self.method = make_method(recipe, model, self.example, self.steps_per_epoch)
+        self.progress = Progress()
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._last_saved = self._last_shown = time.monotonic()
+
+    def make_model(self) -> nn.Module:
+        """The dense network, freshly initialised."""
+        recipe, channels = self.recipe, self.data.image_shape[0]
+        model = make_model(recipe.model, num_classes=self.data.num_classes, in_channels=channels, width=recipe.width)
+        return model.to(self.device)
+
+    # --- from the first step to the record ---------------------------------------------------------------------------
+
+    def train(self) -> records.Record:
+        """Train, from the last checkpoint if there is one, and write the record.
+
+        Raises:
+            Interrupted: the watcher asked to stop; the state is saved.
+            NonFiniteLossError, CheckpointError: the last good checkpoint is intact.
+        """
+        self._resume()
+        with Events(self.run.tensorboard, first_step=self.progress.epoch + 1) as events:
+            while self.progress.epoch < self.recipe.total_epochs:
+                self._train_epoch()
+                epoch = self._end_epoch()
+                events.write(epoch)
+                self.run.write_metrics(self.progress.history)
+                self.watcher.epoch(epoch)
+                self._save_if_due()
+        return self._finish()
+
+    def _train_epoch(self) -> None:
+        progress = self.progress
+        began = time.monotonic()
+        for images, labels in self.data.train.epoch(progress.epoch, start=progress.batch):
+            self._set_learning_rate()
+            progress.flops_sum += self.method.flops
+            if self.method.searching:
+                progress.search_flops += self.method.flops
+                progress.search_steps += 1
+            loss = self.method.step(images, labels)
+            self._loss_sum += loss
+            progress.batch += 1
+            now = time.monotonic()
+            progress.seconds += now - began
+            if now - self._last_shown > 0.25:
+                self._show(loss)
+            if self.watcher.stop_requested:
+                self._save()
+                raise Interrupted
+            self._save_if_due()
+            began = time.monotonic()
+
+    def _end_epoch(self) -> records.Epoch:
+        """Settle if it is time, evaluate, and turn what was summed up into a row of the history."""
+        progress, recipe, method = self.progress, self.recipe, self.method
+        phase = self._phase
+        mean_loss = self._check_finite() / self.steps_per_epoch
+        done = progress.epoch + 1
+        if done == recipe.search_epochs and done < recipe.total_epochs:
+            method.settle(self._calibration_batches())
+        loss = accuracy = None
+        if done % recipe.eval_every == 0 or done == recipe.total_epochs:
+            loss, accuracy = evaluate(method.snapshot(self._calibration_batches()), self.data, recipe.precision)
+            progress.accuracy = accuracy
+        total = method.ledger.total
+        images = self.steps_per_epoch * recipe.batch_size
+        epoch = records.Epoch(
+            epoch=done,
+            phase=phase,
+            lr=float(method.optimizer.param_groups[0]["lr"]),
+            train_loss=mean_loss,
+            test_loss=loss if loss is None or math.isfinite(loss) else None,
+            test_accuracy=accuracy,
+            flops_ratio=progress.flops_sum / self.steps_per_epoch / self.dense_flops,
+            train_flops=total - progress.train_flops,
+            dense_train_flops=self.steps_per_epoch * self.dense_step_flops,
+            seconds=progress.seconds,
+            images_per_second=images / max(progress.seconds, 1e-9),
+            **structure_of(method.keep_probs, method.expected_cost),
+        )
+        progress.history.append(epoch)
+        progress.epoch, progress.batch, progress.train_flops = done, 0, total
+        progress.flops_sum, progress.seconds = 0, 0.0
+        self._loss_sum.zero_()
+        return epoch
+
+    def _finish(self) -> records.Record:
+        """The finished network, its accuracy and its record, all in the folder."""
+        network = self.method.finish(self._calibration_batches())
+        loss, accuracy = evaluate(network, self.data, self.recipe.precision)
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(f"the finished network's loss on the test images is {loss}; lower --lr")
+        memory = surroundings.peak_memory(self.device)
+        files.save(network, self.run.network)
+        record = make_record(self, network, loss, accuracy, memory, self._time_steps(network))
+        records.write(record, self.run.record)
+        return record
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _calibration_batches(self) -> Iterator[Batch]:
+        """Training batches that belong to no epoch of the training."""
+        return islice(self.data.train.epoch(self.recipe.total_epochs), NUM_CALIBRATION_BATCHES)
+
+    def _time_steps(self, network: nn.Module) -> StepTimes | None:
+        if not self.place.timing_rounds:
+            return None
+        batch = next(iter(self.data.train.epoch(0)))
+        ratio = flops(network, self.example) / self.dense_flops
+        return step_times(self.recipe, self.make_model, batch, ratio, self.place.timing_rounds)
+
+    # --- small print -------------------------------------------------------------------------------------------------
+
+    @property
+    def _phase(self) -> str:
+        if self.progress.epoch >= self.recipe.epochs:
+            return "finetune"
+        return "search" if self.method.searching else "train"
+
+    def _set_learning_rate(self) -> None:
+        step = self.progress.epoch * self.steps_per_epoch + self.progress.batch
+        for group in self.method.optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe, step, self.steps_per_epoch)
+
+    def _check_finite(self) -> float:
+        """The sum of the losses so far; sparse steps are checked one by one, plain ones only here."""
+        total = float(self._loss_sum)
+        if not math.isfinite(total):
+            raise NonFiniteLossError(
+                f"the loss is {total} in epoch {self.progress.epoch + 1}; lower --lr. "
+                f"The last good checkpoint is in {self.run.folder}"
+            )
+        return total
+
+    def _show(self, loss: Tensor) -> None:
+        progress, per_epoch = self.progress, self.steps_per_epoch
+        self._last_shown = time.monotonic()
+        done, total = progress.epoch * per_epoch + progress.batch, self.recipe.total_epochs * per_epoch
+        seconds_per_step = progress.seconds / max(progress.batch, 1)
+        self.watcher.status(
+            Status(
+                epoch=progress.epoch + 1,
+                phase=self._phase,
+                steps_done=done,
+                total_steps=total,
+                loss=float(loss),
+                accuracy=progress.accuracy,
+                flops_ratio=self.method.flops / self.dense_flops,
+                images_per_second=self.recipe.batch_size / max(seconds_per_step, 1e-9),
+                seconds_left=seconds_per_step * (total - done),
+            )
+        )
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_if_due(self) -> None:
+        if time.monotonic() - self._last_saved >= self.place.checkpoint_seconds:
+            self._save()
+
+    def _save(self) -> None:
+        self.progress.loss_sum = self._check_finite()
+        step = self.progress.epoch * self.steps_per_epoch + self.progress.batch
+        self.run.save(
+            {
+                "format": FORMAT,
+                "recipe": self.recipe.hash,
+                "seed": self.recipe.seed,
+                "method": self.method.state_dict(),
+                "progress": dataclasses.asdict(self.progress),
+                "random": surroundings.random_state(self.device),
+            },
+            step,
+        )
+        self._last_saved = time.monotonic()
+
+    def _resume(self) -> None:
+        state = self.run.latest()
+        if state is None:
+            return
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"the checkpoint in {self.run.folder} is not of this version ({FORMAT})")
+        if (state["recipe"], state["seed"]) != (self.recipe.hash, self.recipe.seed):
+            raise ConfigError(f"the checkpoint in {self.run.folder} belongs to another recipe or another version")
+        self.method.load_state_dict(state["method"])
+        self.progress = _restored(state["progress"])
+        self._loss_sum.fill_(self.progress.loss_sum)
+        surroundings.set_random_state(state["random"], self.device)
+        logger.info("resumed at epoch %d, batch %d", self.progress.epoch + 1, self.progress.batch)
+
+
+def _restored(state: Mapping[str, Any]) -> Progress:
+    history = [records.from_plain(records.Epoch, _lists(epoch)) for epoch in state["history"]]
+    return Progress(**{**state, "history": history})
+
+
+def _lists(epoch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in epoch.items()}

@@ -1,0 +1,201 @@
+"""A recipe: everything that decides what a run computes, as one flat frozen dataclass. Presets are recipes with a name.
+
+Where a run computes (device, folders, worker processes) is no part of it: see `program.Place`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimstart import records
+from slimstart.errors import ConfigError
+
+if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its fields are looked at for `--help`
+    from torch import nn
+
+    from slimstart.structure import Budget
+
+METHODS = ("slimstart", "narrow", "dense")
+PRECISIONS = ("float32", "tf32", "bfloat16")
+
+
+def _setting(default: Any, about: str) -> Any:
+    """A field with a sentence about it, which the command line shows."""
+    return dataclasses.field(default=default, metadata={"help": about})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, on what, and how. The defaults are the paper's on CIFAR where it has some."""
+
+    model: str = _setting(
+        "small", "network: a name of ours (vgg16, resnet20, ...), timm:NAME or your own module:factory"
+    )
+    width: float = _setting(1.0, "multiplies all widths of the dense network; networks of ours only")
+    data: str = _setting("fashion", "data set: fashion, cifar10, cifar100, tiny_imagenet16, image_folder")
+    image_size: int | None = _setting(None, "side of the images of an image folder; 224 if not given")
+    validation: int = _setting(0, "so many training images take the place of the test images")
+
+    method: str = _setting("slimstart", f"way to train: {', '.join(METHODS)}")
+    budget: str | None = _setting("flops=0.1", "channels=F, params=F or flops=F, a fraction of the dense network")
+    coupling: str = _setting("filter", "of filters that write into one stream: filter, stream")
+    estimator: str = _setting(
+        "vr_pge", "of the gradient of s: vr_pge (the paper), pge, vr_pge_symmetric, leave_one_out"
+    )
+    structure_lr: float = _setting(12e-3, "learning rate of the keep-probabilities s")
+    resample_every: int = _setting(1, "steps for which a sub-network is held")
+    settle_at: float = _setting(1.0, "share of the epochs after which the structure is fixed")
+    num_masks: int = _setting(10, "masks from which the structure is chosen, by loss on training batches")
+
+    epochs: int = _setting(300, "epochs, without those of fine-tuning")
+    batch_size: int = _setting(256, "images per step")
+    lr: float = _setting(0.1, "learning rate of the weights, along a cosine to zero")
+    momentum: float = _setting(0.9, "of SGD")
+    weight_decay: float = _setting(5e-4, "of SGD")
+    warmup_epochs: float = _setting(0.0, "epochs in which the learning rate rises")
+    label_smoothing: float = _setting(0.0, "of the cross-entropy")
+    finetune_epochs: int = _setting(0, "more epochs with the structure fixed and a constant learning rate")
+    finetune_lr: float = _setting(1e-3, "learning rate of fine-tuning")
+
+    precision: str = _setting("float32", f"of products: {', '.join(PRECISIONS)}")
+    eval_every: int = _setting(1, "epochs between two evaluations")
+    seed: int = _setting(0, "of weights, batches and masks")
+
+    def __post_init__(self) -> None:
+        if problems := list(_problems(self)):
+            raise ConfigError("; ".join(problems))
+
+    @property
+    def total_epochs(self) -> int:
+        return self.epochs + self.finetune_epochs
+
+    @property
+    def search_epochs(self) -> int:
+        """Epochs with a changing structure."""
+        return round(self.settle_at * self.epochs) if self.method == "slimstart" else 0
+
+    @property
+    def hash(self) -> str:
+        """The same for runs that differ in the seed alone."""
+        return records.digest({k: v for k, v in dataclasses.asdict(self).items() if k != "seed"})
+
+    @property
+    def parsed_budget(self) -> Budget | None:
+        return None if self.budget is None else parse_budget(self.budget)
+
+
+def parse_budget(text: str) -> Budget:
+    """`channels=0.4`, `params=0.05` or `flops=0.10`."""
+    from slimstart.structure import Channels, Flops, Params
+
+    kind, _, number = text.partition("=")
+    try:
+        kinds: dict[str, Callable[[float], Budget]] = {"channels": Channels, "params": Params, "flops": Flops}
+        return kinds[kind.strip()](float(number))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"`budget` is {text!r}; it must be channels=F, params=F or flops=F with a fraction F in (0, 1]"
+        ) from error
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    """What is wrong with the fields, all of it."""
+    from slimstart import data, models
+    from slimstart.graph import COUPLINGS
+    from slimstart.structure import ESTIMATORS
+
+    choices = {"data": data.NAMES, "method": METHODS, "coupling": COUPLINGS, "estimator": tuple(ESTIMATORS)}
+    for name, known in (choices | {"precision": PRECISIONS}).items():
+        if getattr(recipe, name) not in known:
+            yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(known)}"
+    for name in ("epochs", "batch_size", "resample_every", "num_masks", "eval_every"):
+        if getattr(recipe, name) < 1:
+            yield f"`{name}` is {getattr(recipe, name)}; it must be at least 1"
+    for name in ("width", "structure_lr", "lr", "finetune_lr"):
+        if not 0 < getattr(recipe, name) < float("inf"):
+            yield f"`{name}` is {getattr(recipe, name)}; it must be positive"
+    for name in ("weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"):
+        if not 0 <= getattr(recipe, name) < float("inf"):
+            yield f"`{name}` is {getattr(recipe, name)}; it must not be negative"
+    for name in ("settle_at", "label_smoothing", "momentum"):
+        if not 0 <= getattr(recipe, name) <= 1:
+            yield f"`{name}` is {getattr(recipe, name)}; it must be in [0, 1]"
+    if recipe.warmup_epochs >= recipe.epochs:
+        yield f"`warmup_epochs` is {recipe.warmup_epochs}; it must be less than `epochs`, {recipe.epochs}"
+    if recipe.method == "dense" and recipe.budget is not None:
+        yield f"`budget` is {recipe.budget!r}, but the method dense has none; leave it out"
+    if recipe.method != "dense" and recipe.budget is None:
+        yield f"`budget` is missing; the method {recipe.method} needs one, such as flops=0.10"
+    if recipe.width != 1 and recipe.model not in models.MODELS:
+        yield f"`width` is {recipe.width}, but {recipe.model} is no network of ours; build it as wide as you want it"
+    if recipe.budget is not None:
+        try:
+            parse_budget(recipe.budget)
+        except ValueError as error:
+            yield str(error)
+
+
+def make_model(name: str, *, num_classes: int, in_channels: int, width: float = 1.0) -> nn.Module:
+    """The dense network that a recipe's `model` names, freshly initialised."""
+    from slimstart import models
+
+    if models.is_factory(name):
+        return models.from_factory(name, num_classes=num_classes, in_channels=in_channels)
+    return models.build(name, num_classes=num_classes, in_channels=in_channels, width=width)
+
+
+def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with some fields changed; the method dense drops a budget that it came with."""
+    if changes.get("method") == "dense" and "budget" not in changes:
+        changes = {**changes, "budget": None}
+    return dataclasses.replace(recipe, **changes)
+
+
+def read(path: str | Path, own_model: str | None = None) -> Recipe:
+    """Read a TOML file: fields of a recipe, on top of the preset that `extends` names, if it does.
+
+    Args:
+        own_model: the `module:factory` that the user has given. A file alone never makes us import code.
+
+    Raises:
+        ConfigError: a field is unknown or of another type, or names code that the user has not named.
+    """
+    from slimstart.recipes.presets import preset  # which imports this module
+
+    try:
+        content = tomllib.loads(Path(path).read_text())
+        base = preset(content.pop("extends")) if "extends" in content else Recipe()
+        return merged(base, _typed(content, own_model))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the recipe {path} cannot be used: {error}") from error
+
+
+def _typed(content: Mapping[str, Any], own_model: str | None) -> dict[str, Any]:
+    from slimstart import models
+
+    hints = typing.get_type_hints(Recipe)
+    fields = {}
+    for name, value in content.items():
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=1)
+            raise ConfigError(f"`{name}` is no field of a recipe" + (f"; do you mean `{close[0]}`?" if close else ""))
+        fields[name] = records.from_plain(hints[name], value, name)
+    model = fields.get("model", "")
+    if models.is_factory(model) and model != own_model:
+        raise ConfigError(f"`model` is {model!r}, code that is never run on the word of a file: give --model {model}")
+    return fields
+
+
+def as_toml(recipe: Recipe) -> str:
+    """The recipe as `read` reads it; what is None is left out."""
+    fields = dataclasses.asdict(recipe)
+    lines = [f"{name} = {json.dumps(v, ensure_ascii=False)}" for name, v in fields.items() if v is not None]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,103 @@
+"""From a trained program to its record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slimstart import records
+from slimstart.accounting import flops
+from slimstart.accounting.train_cost import paper_saving
+from slimstart.recipes import surroundings
+from slimstart.recipes.measure import StepTimes
+
+if TYPE_CHECKING:
+    from slimstart.recipes.program import Program
+
+
+def make_record(
+    program: Program, network: nn.Module, loss: float, accuracy: float, memory: int, times: StepTimes | None
+) -> records.Record:
+    """The record of a run that is done.
+
+    Args:
+        network: the finished one.
+        loss, accuracy: of it, on the test images.
+        memory: peak bytes of the training.
+        times: None where they were not measured.
+    """
+    recipe, progress, ledger = program.recipe, program.progress, program.method.ledger
+    own_flops = flops(network, program.example)
+    own_params = sum(parameter.numel() for parameter in network.parameters())
+    dense_train_flops = sum(epoch.dense_train_flops for epoch in progress.history)
+    if progress.search_steps:
+        saving = paper_saving(program.dense_flops, progress.search_flops / progress.search_steps)
+    else:  # no second forward: 3 f_D / 3 f
+        saving = program.dense_flops / own_flops
+    return records.Record(
+        name=program.run.folder.name,
+        method=recipe.method,
+        model=recipe.model,
+        data=recipe.data,
+        num_classes=program.data.num_classes,
+        image_shape=program.data.image_shape,
+        budget=recipe.budget,
+        seed=recipe.seed,
+        epochs=recipe.total_epochs,
+        batch_size=recipe.batch_size,
+        config=dataclasses.asdict(recipe),
+        config_hash=recipe.hash,
+        **surroundings.facts(program.device),
+        started=progress.started,
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        accuracy=accuracy,
+        test_loss=loss,
+        flops=own_flops,
+        dense_flops=program.dense_flops,
+        flops_ratio=own_flops / program.dense_flops,
+        params=own_params,
+        dense_params=program.dense_params,
+        params_ratio=own_params / program.dense_params,
+        layers=_layers(program.method.graph.filters, network),
+        train_flops=ledger.total,
+        dense_train_flops=dense_train_flops,
+        train_cost_saving=saving,
+        executed_saving=dense_train_flops / ledger.total,
+        train_seconds=sum(epoch.seconds for epoch in progress.history),
+        step_ms=None if times is None else times.total,
+        step_forward_ms=None if times is None else times.forward,
+        step_backward_ms=None if times is None else times.backward,
+        dense_step_ms=None if times is None else times.dense,
+        narrow_step_ms=None if times is None else times.narrow,
+        peak_memory_bytes=memory,
+        history=tuple(progress.history),
+    )
+
+
+def structure_of(keep_probs: Tensor | None, expected_cost: float | None) -> dict[str, Any]:
+    if keep_probs is None:
+        return {}
+    bins = torch.histc(keep_probs, records.NUM_BINS, 0.0, 1.0)
+    certain = ((keep_probs < 0.05) | (keep_probs > 0.95)).double().mean()
+    return {
+        "expected_cost": expected_cost,
+        "certain": float(certain),
+        "keep_probs": tuple(int(count) for count in bins),
+    }
+
+
+def _layers(filters: Mapping[str, Tensor], network: nn.Module) -> tuple[records.Layer, ...]:
+    """Filters of every layer of the finished network beside those of the dense one."""
+    found = []
+    modules = dict(network.named_modules())
+    for name, units in filters.items():
+        layer = modules.get(name)
+        width = getattr(layer, "out_channels", None) or getattr(layer, "out_features", None)
+        if width is not None:
+            found.append(records.Layer(name, units.numel(), int(width)))
+    return tuple(found)

@@ -1,0 +1,139 @@
+"""The folder of one run, and nothing about training: config, metrics, checkpoints, record, the finished network.
+
+runs/NAME/
+  config.toml             the recipe; `slimstart train --recipe` reads it
+  metrics.csv             one row per epoch
+  checkpoints/*.pt        the last two, checksummed; named by the step
+  tensorboard/            events
+  network.safetensors     the finished network, and network.json, its structure
+  record.json             the record (docs/records.md); there once the run is finished
+  report.html
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slimstart import atomic, checkpoints, records
+from slimstart.errors import CheckpointError, ConfigError
+from slimstart.recipes import recipe as recipes
+from slimstart.recipes.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+NUM_CHECKPOINTS = 2
+
+
+class Run:
+    """One run's folder. Every file in it is written atomically; a killed run leaves only whole ones."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.config = self.folder / "config.toml"
+        self.metrics = self.folder / "metrics.csv"
+        self.record = self.folder / "record.json"
+        self.network = self.folder / "network.safetensors"
+        self.report = self.folder / "report.html"
+        self.tensorboard = self.folder / "tensorboard"
+        self._checkpoints = self.folder / "checkpoints"
+
+    @property
+    def exists(self) -> bool:
+        return self.config.is_file()
+
+    @property
+    def finished(self) -> bool:
+        return self.record.is_file()
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the folder, with the recipe in it.
+
+        Raises:
+            ConfigError: there is a run already, or the folder cannot be written to.
+        """
+        if self.exists:
+            raise ConfigError(
+                f"{self.folder} holds a run already; add --resume to go on with it, or choose another --out"
+            )
+        try:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            atomic.write(self.config, recipes.as_toml(recipe).encode())
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
+
+    def recipe(self, own_model: str | None = None) -> Recipe:
+        """The recipe that the run was made with; see `recipe.read` for `own_model`."""
+        if not self.exists:
+            raise ConfigError(f"{self.folder} holds no run (there is no {self.config.name})")
+        return recipes.read(self.config, own_model)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing here; the lock goes when the process does, however it ends."""
+        try:
+            import fcntl
+        except ImportError:  # not on Windows
+            yield
+            return
+        with (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(f"another process is writing to {self.folder}; wait for it, or stop it") from error
+            yield
+
+    def write_metrics(self, history: Sequence[records.Epoch]) -> None:
+        """All rows anew: after a resume, rows that are to be repeated are gone."""
+        columns = [field.name for field in dataclasses.fields(records.Epoch) if field.name != "keep_probs"]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(epoch) for epoch in history)
+        atomic.write(self.metrics, text.getvalue().encode())
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Path]:
+        """The newest first."""
+        return sorted(self._checkpoints.glob("*.pt"), reverse=True)
+
+    def save(self, state: Mapping[str, Any], step: int) -> Path:
+        """Write a checkpoint, and then remove all but the last few."""
+        path = self._checkpoints / f"step-{step:09d}.pt"
+        checkpoints.write(state, path)
+        for old in [*self.checkpoints()[NUM_CHECKPOINTS:], *self._checkpoints.glob("*.partial")]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def latest(self) -> Mapping[str, Any] | None:
+        """The newest checkpoint that can be read; None if there never was one.
+
+        Raises:
+            CheckpointError: there are some, and all are damaged.
+        """
+        errors = []
+        for path in self.checkpoints():
+            try:
+                return checkpoints.read(path)
+            except CheckpointError as error:
+                logger.warning("%s; going back to the one before", error)
+                errors.append(error)
+        if errors:
+            raise CheckpointError(f"no checkpoint in {self._checkpoints} can be read; {errors[0]}")
+        return None
+
+
+def unused(folder: Path) -> Path:
+    """The folder, or, where it is taken, the first of folder-2, folder-3, ... that is not."""
+    candidate, number = folder, 1
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate

@@ -1,0 +1,100 @@
+"""What a run finds around it: device, precision switches, generators, memory, and the facts for its record."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimstart.errors import ConfigError
+from slimstart.version import __version__
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"`device` is {name!r}, which cannot be used here ({reason}); try cpu") from error
+    return device
+
+
+def set_precision(precision: str) -> None:
+    """Full float32 products unless the recipe allows less: cuDNN would use TF32 without being asked."""
+    allowed = precision != "float32"
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """PyTorch's generators, which dropout uses; `set_random_state` is the inverse."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on the GPU, or of the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """The fields of a record that say with what, and on what, it was made."""
+    on_cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "command": shlex.join([_program(), *sys.argv[1:]]),
+        "commit": _commit(),
+        "version": __version__,
+        "device": device.type,
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "slimstart" if name == "__main__.py" else name
+
+
+def _commit() -> str | None:
+    """The commit of the code, if it runs from a clone; "+" behind it says that files have been changed since."""
+    here = Path(__file__).parent
+    try:
+        head = _git(here, "rev-parse", "HEAD")
+        return head + ("+" if _git(here, "status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *args: str) -> str:
+    return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

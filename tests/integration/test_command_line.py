@@ -1,0 +1,368 @@
+"""The command line as a user meets it: every command, and every error in one line with the way out."""
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimstart import records
+from slimstart.cli import main
+from slimstart.cli.display import console
+from slimstart.recipes.program import Place, Program
+from slimstart.recipes.runs import Run
+from tests.integration.test_program import outcome
+
+OWN = "tests.tiny_networks:with_dropout"
+TINY = [
+    *("--model", OWN, "--budget", "flops=0.4", "--epochs", "2", "--batch-size", "1000", "--num-masks", "2"),
+    *("--settle-at", "0.5", "--lr", "0.05", "--timing-rounds", "1", "--device", "cpu"),
+]
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def slimstart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process, in an empty folder: exit status, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "_width", 200)
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["slimstart", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, made by the program itself."""
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    process = command("train", *TINY, "--out", folder)
+    assert process.wait(300) == 0
+    return folder
+
+
+def command(*arguments: Any, **kwargs: Any) -> subprocess.Popen[str]:
+    """The program as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "slimstart", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **kwargs,
+    )
+
+
+Slimstart = Callable[..., tuple[int, str, str]]
+
+
+# --------------------------------------------------------------------------- the commands
+
+
+def test_train_ends_with_a_table_and_a_report(slimstart: Slimstart, tmp_path: Path) -> None:
+    status, output, _ = slimstart("train", *TINY)
+    assert status == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    record = records.read(folder)
+    assert f"{record.accuracy:.2f}"[:4] in output
+    assert "epoch 2/2" in output
+    assert str(Path("runs") / folder.name / "report.html") in output
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    status, output, _ = slimstart("train", *TINY)  # a second one takes a name of its own
+    assert status == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    status, output, _ = slimstart("report", "runs", "--out", "both.html")
+    assert status == 0
+    assert Path("both.html").is_file()
+
+
+def test_evaluate_repeats_the_accuracy_of_the_record(slimstart: Slimstart, trained: Path) -> None:
+    status, output, _ = slimstart("evaluate", trained, "--model", OWN, "--device", "cpu")
+    assert status == 0
+    assert f"{records.read(trained).accuracy:.2f} %" in output
+
+
+@pytest.mark.parametrize(("kind", "name"), [("onnx", "a.onnx"), ("torch", "a.pt2"), ("safetensors", "a.safetensors")])
+def test_export_writes_what_computes_the_same(
+    slimstart: Slimstart, trained: Path, kind: str, name: str, tmp_path: Path
+) -> None:
+    status, output, errors = slimstart("export", trained, "--model", OWN, "--format", kind, "--out", name)
+    assert status == 0, errors
+    assert (tmp_path / name).stat().st_size > 1000
+    if kind != "safetensors":
+        (difference,) = re.findall(r"differs by (\S+) at most", output)
+        assert float(difference) < 1e-4
+
+
+def test_inspect_shows_groups_reasons_and_costs(slimstart: Slimstart) -> None:
+    status, output, _ = slimstart("inspect", "resnet20", "--budget", "flops=0.25")
+    assert status == 0
+    assert "it is an output of the network" in output
+    assert "40,813,184" in output
+    assert "100.0% of the FLOPs can shrink" in output
+    status, output, _ = slimstart("inspect", OWN, "--image", "1x28x28", "--coupling", "stream")
+    assert status == 0
+    assert "8" in output
+
+
+def test_recipes_lists_the_rows_of_the_paper(slimstart: Slimstart) -> None:
+    status, output, _ = slimstart("recipes")
+    assert status == 0
+    assert re.search(r"vgg16-cifar10 .* 92.5 % at 8.7 % FLOPs, 8.69x", output)
+
+
+def test_a_recipe_file_and_options_on_top_of_it(slimstart: Slimstart, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        'extends = "fashion"\nwidth = 0.25\nepochs = 1\nbatch_size = 500\nnum_masks = 1\n'
+    )
+    status, _, errors = slimstart(
+        "train", "--recipe", "mine.toml", "--lr", "0.02", "--timing-rounds", "0", "--device", "cpu", "--method", "dense"
+    )
+    assert status == 0, errors
+    record = records.read(tmp_path / "runs" / "mine-dense")
+    assert (record.config["lr"], record.config["width"], record.budget, record.epochs) == (0.02, 0.25, None, 1)
+    assert record.step_ms is None
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "export", "inspect", "report", "recipes"])
+def test_every_command_has_help_with_an_example(slimstart: Slimstart, name: str) -> None:
+    status, output, _ = slimstart(name, "--help")
+    assert status == 0
+    assert f"Example: slimstart {name}" in output
+
+
+HELP_AND_LOOK = """
+import sys
+from slimstart.cli import main
+sys.argv = ["slimstart", "train", "--help"]
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+def test_help_answers_without_loading_pytorch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP_AND_LOOK], cwd=REPOSITORY / "src", capture_output=True, text=True, check=False
+    )
+    assert done.stdout.endswith("False\n")
+
+
+# --------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "vgg61"], "vgg16"),
+        (["--model", "no_such_module:make"], "cannot be imported"),
+        (["--data", "mnist"], "`data` is 'mnist'; it must be one of fashion"),
+        (["--budget", "flops"], "it must be channels=F, params=F or flops=F"),
+        (["--budget", "flops=1.5"], "it must be channels=F"),
+        (["--budget", "flops=0.0001"], "feasible from"),
+        (["--epochs", "0", "--batch-size", "0"], "`epochs` is 0; it must be at least 1; `batch_size` is 0"),
+        (["--epochs", "many"], "--epochs"),
+        (["--settle-at", "1.5"], "in \\[0, 1\\]"),
+        (["--lr", "-1"], "positive"),
+        (["--weight-decay", "-1"], "must not be negative"),
+        (["--method", "magic"], "slimstart, narrow, dense"),
+        (["--method", "dense", "--budget", "flops=0.1"], "the method dense has none"),
+        (["--warmup-epochs", "500"], "less than `epochs`"),
+        (["--model", OWN, "--width", "0.5"], "no network of ours"),
+        (["--device", "toaster"], "cannot be used here"),
+        (["--recipe", "vgg16"], "vgg16-cifar10"),
+        (["--recipe", "missing.toml"], "cannot be used"),
+        (["--resume"], "--resume needs --out"),
+        (["--batch-size", "100000"], "100000"),
+        (["--unknown"], "--unknown"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_line_and_status_2(slimstart: Slimstart, arguments: list[str], message: str) -> None:
+    status, _, errors = slimstart("train", *arguments)
+    assert status == 2
+    assert re.search(message, errors)
+    assert "Traceback" not in errors
+    if errors.startswith("error: "):
+        assert errors.count("\n") == 1
+
+
+def test_failures_have_status_1(slimstart: Slimstart, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, message in [
+        (["train", "--model", "resnet20", "--data", "cifar10", "--no-download", "--data-dir", "empty"], "cifar"),
+        (["report", "empty"], "empty"),
+        (["train", *TINY, "--lr", "1e18", "--weight-decay", "1e18"], "the (reference )?loss is (nan|inf)"),
+    ]:
+        status, _, errors = slimstart(*arguments)
+        assert status == 1, errors
+        assert errors.startswith("error: ")
+        assert re.search(message, errors)
+        assert errors.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["slimstart", "train", "--recipe", "missing.toml", "--debug"])
+    with pytest.raises(ValueError, match=r"missing\.toml"):
+        main()
+
+
+def test_folders_that_do_not_fit_are_refused(slimstart: Slimstart, trained: Path, tmp_path: Path) -> None:
+    status, _, errors = slimstart("train", *TINY, "--out", trained)
+    assert (status, "holds a run already; add --resume" in errors) == (2, True)
+    status, _, errors = slimstart("train", "--resume", "--out", trained, "--model", OWN, "--lr", "0.2")
+    assert (status, "leave out --lr 0.2" in errors) == (2, True)
+    status, output, _ = slimstart("train", "--resume", "--out", trained, "--model", OWN)
+    assert (status, "is finished already" in output) == (0, True)
+    (tmp_path / "file").write_text("")
+    status, _, errors = slimstart("train", *TINY, "--out", "file/run")
+    assert (status, "cannot be written to" in errors) == (2, True)
+    status, _, errors = slimstart("evaluate", "file")
+    assert (status, "holds no run" in errors) == (2, True)
+    Run(tmp_path / "begun").create(Run(trained).recipe(OWN))
+    status, _, errors = slimstart("evaluate", "begun", "--model", OWN)
+    assert (status, "is not finished" in errors) == (2, True)
+
+
+def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    def small_files_only() -> None:
+        import resource
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+    process = command("train", *TINY, "--out", tmp_path / "run", "--checkpoint-seconds", 0, preexec_fn=small_files_only)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert re.search(r"error: .*cannot be written: .*File too large", output)
+    assert not list(tmp_path.rglob("*.partial"))
+    assert Run(tmp_path / "run").latest() is None
+
+
+# --------------------------------------------------------------------------- nothing in a file is executed
+
+
+def test_a_file_never_names_code(slimstart: Slimstart, tmp_path: Path, trained: Path) -> None:
+    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('executed').touch()\n")
+    (tmp_path / "evil.toml").write_text('model = "evil:make"\n')
+    status, _, errors = slimstart("train", "--recipe", "evil.toml")
+    assert (status, "never run on the word of a file" in errors) == (2, True)
+    run = tmp_path / "run"
+    run.mkdir()
+    config = (trained / "config.toml").read_text().replace(OWN, "evil:make")
+    (run / "config.toml").write_text(config)
+    (run / "record.json").write_text((trained / "record.json").read_text().replace(OWN, "evil:make"))
+    for arguments in (
+        ["train", "--resume", "--out", run],
+        ["evaluate", run],
+        ["export", run, "--format", "torch", "--out", "a.pt2"],
+        ["report", run],
+    ):
+        slimstart(*arguments)
+    assert not (tmp_path / "executed").exists()
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_malicious_checkpoint_or_network_is_refused(slimstart: Slimstart, trained: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from slimstart.checkpoints import _SEAL
+
+    run = Run(tmp_path / "run")
+    shutil.copytree(trained, run.folder)
+    run.record.unlink()
+    content = tmp_path / "payload"
+    torch.save(Bomb(tmp_path / "executed"), content)
+    import hashlib
+
+    payload = content.read_bytes()
+    sealed = payload + _SEAL + hashlib.blake2b(payload, digest_size=32).hexdigest().encode()
+    for path in run.checkpoints():
+        path.unlink()
+    (run.folder / "checkpoints" / "step-000000001.pt").write_bytes(sealed)
+    status, _, errors = slimstart("train", "--resume", "--out", run.folder, "--model", OWN)
+    assert (status, "cannot be read as a checkpoint" in errors) == (1, True)
+    shutil.copy(trained / "record.json", run.record)
+    run.network.write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    status, _, errors = slimstart("evaluate", run.folder, "--model", OWN)
+    assert (status, "truncated or does not belong" in errors) == (1, True)
+    assert not (tmp_path / "executed").exists()
+
+
+# --------------------------------------------------------------------------- stopping
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+    longer = [*TINY, "--epochs", "6"]
+    process = command("train", *longer, "--out", tmp_path / "parts")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("epoch 2/6"):
+            break
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    (resume,) = re.findall(r"to go on: slimstart (.*)", output)
+    again = command(*resume.split(), "--timing-rounds", "0", "--device", "cpu")
+    assert again.wait(120) == 0
+    recipe = Run(tmp_path / "parts").recipe(OWN)
+    Run(tmp_path / "whole").create(recipe)
+    Program(recipe, Run(tmp_path / "whole"), Place("cpu", timing_rounds=0)).train()
+    assert differences(outcome(tmp_path / "parts"), outcome(tmp_path / "whole")) == []
+
+
+def kill_again_and_again(folder: Path, kills: int) -> int:
+    """Start the same command and kill it at random moments, then let it end; returns how often it was killed."""
+    import random
+
+    generator, killed = random.Random(0), 0
+    arguments = ["train", *TINY, "--epochs", "4", "--resume", "--out", folder, "--checkpoint-seconds", 0]
+    arguments[arguments.index("--timing-rounds") + 1] = "0"
+    while killed < kills:
+        process = command(*arguments)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("training"):
+                break
+        time.sleep(generator.uniform(0, 0.8))
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        if Run(folder).finished:
+            break
+    process = command(*arguments)
+    assert process.wait(120) == 0
+    return killed
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+    assert kill_again_and_again(tmp_path / "whole", kills=0) == 0
+    total, number = 0, 0
+    while total < 20:
+        number += 1
+        total += kill_again_and_again(tmp_path / f"parts-{number}", kills=20 - total)
+        assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / f"parts-{number}")) == []

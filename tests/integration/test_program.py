@@ -1,0 +1,239 @@
+"""The training program: what it computes, what it writes, and that a run goes on bit for bit where it was stopped."""
+
+import csv
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimstart import checkpoints, files, flops, records
+from slimstart.errors import BudgetError, CheckpointError, ConfigError, NonFiniteLossError
+from slimstart.recipes.evaluation import evaluate
+from slimstart.recipes.program import Place, Program
+from slimstart.recipes.recipe import Recipe, make_model, merged
+from slimstart.recipes.runs import Run
+from slimstart.recipes.watching import Interrupted, Unwatched
+
+OWN = "tests.tiny_networks:with_dropout"
+TINY = Recipe(
+    model=OWN, budget="flops=0.4", epochs=3, batch_size=1000, lr=0.05, settle_at=0.67, finetune_epochs=1, num_masks=2
+)
+QUICK = Place(device="cpu", checkpoint_seconds=0.0, timing_rounds=0)
+SELDOM = dataclasses.replace(QUICK, checkpoint_seconds=1e9)
+
+
+def started(folder: Path, recipe: Recipe = TINY, **kwargs: Any) -> Program:
+    run = Run(folder)
+    if not run.exists:
+        run.create(recipe)
+    return Program(recipe, run, **{"place": QUICK, **kwargs})
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """Everything that must not depend on where a run was stopped."""
+    record = records.read(folder).as_dict()
+    for epoch in record["history"]:
+        del epoch["seconds"], epoch["images_per_second"]
+    for name in ("name", "started", "finished", "train_seconds", "peak_memory_bytes", "command"):
+        del record[name]
+    return record, Run(folder).network.read_bytes()
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the program catches it."""
+
+
+class Killer(Unwatched):
+    """Kills after so many steps: every step is asked whether to stop."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    @property
+    def stop_requested(self) -> bool:  # type: ignore[override]
+        self.steps -= 1
+        if self.steps < 0:
+            raise Killed
+        return False
+
+
+SETTINGS: list[dict[str, Any]] = [{}, {"resample_every": 4, "estimator": "leave_one_out"}, {"method": "narrow"}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(map(str, s.values())) or "default")
+def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_is_not(
+    tmp_path: Path, settings: dict[str, Any], differences: Callable[[Any, Any], list[str]]
+) -> None:
+    recipe = merged(TINY, settings)
+    started(tmp_path / "whole", recipe).train()
+    stops, generator = 0, random.Random(1)
+    while True:
+        watcher = Killer(steps=generator.randint(0, 6))
+        torch.manual_seed(stops)  # whatever another process has drawn
+        try:
+            started(tmp_path / "parts", recipe, watcher=watcher).train()
+            break
+        except Killed:
+            stops += 1
+    assert stops >= 4
+    assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / "parts")) == []
+
+
+def test_a_polite_stop_saves_between_checkpoints(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+    class Stopper(Unwatched):
+        asked = 0
+
+        @property
+        def stop_requested(self) -> bool:  # type: ignore[override]
+            self.asked += 1
+            return self.asked == 9
+
+    with pytest.raises(Interrupted):
+        started(tmp_path / "parts", place=SELDOM, watcher=Stopper()).train()
+    assert [path.name for path in Run(tmp_path / "parts").checkpoints()] == ["step-000000009.pt"]
+    started(tmp_path / "parts", place=SELDOM).train()
+    started(tmp_path / "whole", place=SELDOM).train()
+    assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / "parts")) == []
+
+
+def test_the_record_says_what_happened(tmp_path: Path) -> None:
+    program = started(tmp_path / "run", place=dataclasses.replace(QUICK, timing_rounds=2))
+    record = program.train()
+    assert record == records.read(tmp_path / "run")
+    assert [epoch.phase for epoch in record.history] == ["search", "search", "train", "finetune"]
+    assert [epoch.epoch for epoch in record.history] == [1, 2, 3, 4]
+    assert record.history[-1].lr == TINY.finetune_lr
+    # 28 x 28 with stride 2, twice: 14 x 14 and 7 x 7
+    dense = 9 * 8 * 196 + 9 * 8 * 16 * 49 + 160
+    assert record.dense_flops == dense
+    assert record.dense_params == (9 * 8 + 8 + 16) + (9 * 8 * 16 + 16 + 32) + 170
+    assert record.dense_train_flops == 4 * 6 * 1000 * (3 * dense - 9 * 8 * 196)
+    a, b, c = (layer.width for layer in record.layers)
+    assert ([layer.name for layer in record.layers], c) == (["0", "3", "9"], 10)
+    assert record.flops == 9 * a * 196 + 9 * a * b * 49 + 10 * b <= 0.4 * dense
+    assert record.params == (10 * a + 2 * a) + (9 * a * b + 3 * b) + 10 * b + 10
+    assert record.flops_ratio == record.flops / dense
+    assert sum(epoch.train_flops for epoch in record.history) <= record.train_flops
+    search = record.history[:2]
+    mean = sum(epoch.flops_ratio for epoch in search) / 2
+    assert record.train_cost_saving == pytest.approx(3 / (4 * mean))
+    for epoch in search:
+        assert sum(epoch.keep_probs or ()) == 24  # filters that have a keep-probability
+        assert epoch.expected_cost == pytest.approx(0.4, abs=1e-3)
+    assert record.executed_saving == record.dense_train_flops / record.train_flops
+    assert record.step_ms is not None
+    assert record.step_forward_ms is not None
+    assert record.step_backward_ms is not None
+    assert 0 < record.step_forward_ms + record.step_backward_ms < record.step_ms
+    assert record.dense_step_ms is not None
+    assert record.narrow_step_ms is not None
+    assert record.config_hash == merged(TINY, {"seed": 5}).hash != merged(TINY, {"lr": 0.06}).hash
+
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    assert [float(row["train_loss"]) for row in rows] == [epoch.train_loss for epoch in record.history]
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+    network = files.load(Run(tmp_path / "run").network, lambda: make_model(OWN, num_classes=10, in_channels=1))
+    assert flops(network, program.example) == record.flops
+    assert evaluate(network, program.data, "float32") == (record.test_loss, record.accuracy)
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    recipe = Recipe(model="small", width=0.25, budget="flops=0.4", epochs=3, batch_size=100, settle_at=0.34, num_masks=2)
+    record = started(tmp_path / "run", recipe, place=SELDOM).train()
+    assert record.accuracy > 50  # of ten classes
+    assert record.history[-1].train_loss < 0.7 * record.history[0].train_loss
+
+
+def test_dense_and_narrow_have_the_structure_of_their_name(tmp_path: Path) -> None:
+    base = merged(TINY, {"epochs": 1, "finetune_epochs": 0})
+    dense = started(tmp_path / "dense", merged(base, {"method": "dense"})).train()
+    assert (dense.flops_ratio, dense.params_ratio, dense.executed_saving, dense.train_cost_saving) == (1, 1, 1, 1)
+    narrow = started(tmp_path / "narrow", merged(base, {"method": "narrow"})).train()
+    assert [epoch.phase for epoch in narrow.history] == ["train"]
+    a, b, _ = (layer.width for layer in narrow.layers)
+    assert abs(a / 8 - b / 16) <= 1 / 16  # one share for all, up to rounding
+    assert 0.3 < narrow.flops_ratio <= 0.4
+    # no second forward: 3 f_D over 3 f, but for the images' gradient, which neither computes
+    assert narrow.train_cost_saving == narrow.dense_flops / narrow.flops
+    assert narrow.executed_saving == pytest.approx(narrow.train_cost_saving, rel=0.1)
+
+
+# --------------------------------------------------------------------------- what can go wrong
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    for method in ("slimstart", "narrow"):
+        recipe = merged(TINY, {"method": method, "lr": 1e18, "weight_decay": 1e18})
+        with pytest.raises(NonFiniteLossError, match=r"the loss is (nan|inf)"):
+            started(tmp_path / method, recipe).train()
+        state = Run(tmp_path / method).latest()
+        if state is not None:
+            assert torch.isfinite(torch.tensor(state["progress"]["loss_sum"]))
+        assert not Run(tmp_path / method).finished
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, differences: Callable[[Any, Any], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Killed):
+        started(tmp_path / "parts", watcher=Killer(9)).train()
+    newest, _ = Run(tmp_path / "parts").checkpoints()
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    started(tmp_path / "parts").train()
+    assert "checksum is wrong" in caplog.text
+    started(tmp_path / "whole").train()
+    assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / "parts")) == []
+    with pytest.raises(Killed):
+        started(tmp_path / "lost", watcher=Killer(9)).train()
+    for path in Run(tmp_path / "lost").checkpoints():
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
+        started(tmp_path / "lost").train()
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        started(tmp_path / "run", watcher=Killer(3)).train()
+    other = merged(TINY, {"lr": 0.5})
+    with pytest.raises(ConfigError, match="another recipe"):
+        Program(other, Run(tmp_path / "run"), QUICK).train()
+    newest = Run(tmp_path / "run").checkpoints()[0]
+    checkpoints.write({"format": "slimstart.program/0"}, newest)
+    with pytest.raises(CheckpointError, match="not of this version"):
+        started(tmp_path / "run").train()
+
+
+def test_an_impossible_budget_or_device_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match="feasible from"):
+        started(tmp_path / "a", merged(TINY, {"budget": "flops=0.0001"}))
+    with pytest.raises(ConfigError, match="cannot be used here"):
+        started(tmp_path / "b", place=Place(device="cuda:77"))
+    with pytest.raises(ConfigError, match="cannot be used here"):
+        started(tmp_path / "c", place=Place(device="toaster"))
+
+
+def test_two_processes_cannot_write_into_one_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.create(TINY)
+    with run.locked(), pytest.raises(ConfigError, match="another process"), Run(tmp_path / "run").locked():
+        pass
+    with run.locked():  # free again
+        pass
+
+
+def test_only_the_last_checkpoints_are_kept_and_leftovers_go(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.create(TINY)
+    (run.folder / "checkpoints" / "step-000000001.pt.partial").write_bytes(b"half")
+    for step in (1, 2, 10):
+        run.save({"step": step}, step)
+    assert [path.name for path in run.checkpoints()] == ["step-000000010.pt", "step-000000002.pt"]
+    assert run.latest() == {"step": 10}
+    assert not list(run.folder.rglob("*.partial"))

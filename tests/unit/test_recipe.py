@@ -1,0 +1,153 @@
+"""Recipes: what is refused, what a file may say, and that the presets are the rows of the paper."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimstart.errors import ConfigError
+from slimstart.graph import trace
+from slimstart.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
+from slimstart.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
+from slimstart.recipes.schedules import learning_rate
+from slimstart.structure import Channels, Flops, Params
+
+
+def test_budgets_are_parsed() -> None:
+    assert parse_budget("flops=0.1") == Flops(0.1)
+    assert parse_budget(" params = 5e-2") == Params(0.05)
+    assert parse_budget("channels=1") == Channels(1.0)
+    for wrong in ("flops", "flops=", "flop=0.1", "flops=0", "flops=1.01", "flops=nan", "0.1", "flops=0.1=0.2"):
+        with pytest.raises(ConfigError, match="`budget` is"):
+            parse_budget(wrong)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Recipe(data="mnist", epochs=0, lr=0.0, momentum=2.0, seed=-1, budget="flops=3")
+    for name in ("data", "epochs", "lr", "momentum", "seed", "budget"):
+        assert f"`{name}` is" in str(caught.value)
+
+
+recipes = st.builds(
+    Recipe,
+    epochs=st.integers(1, 1000),
+    lr=st.floats(1e-6, 10),
+    weight_decay=st.floats(0, 1e-2),
+    seed=st.integers(0, 2**31),
+    settle_at=st.floats(0, 1),
+    budget=st.floats(1e-3, 1).map(lambda fraction: f"flops={fraction}"),
+    image_size=st.none() | st.integers(1, 1000),
+    finetune_epochs=st.integers(0, 5),
+)
+
+
+@given(recipes)
+def test_a_recipe_survives_its_file(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+    file = tmp_path_factory.mktemp("recipe") / "recipe.toml"
+    file.write_text(as_toml(recipe))
+    assert read(file) == recipe
+
+
+def test_dense_drops_the_budget_and_survives_its_file_too(tmp_path: Path) -> None:
+    dense = merged(Recipe(), {"method": "dense"})
+    assert dense.budget is None
+    (tmp_path / "dense.toml").write_text(as_toml(dense))
+    assert read(tmp_path / "dense.toml") == dense
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs = [", "cannot be used"),
+        ("epoch = 3", "`epoch` is no field of a recipe; do you mean `epochs`"),
+        ("nonsense_xyz = 3", "`nonsense_xyz` is no field of a recipe$"),
+        ('epochs = "three"', "`epochs` is 'three'"),
+        ("epochs = 3.5", "`epochs` is 3.5"),
+        ("epochs = true", "`epochs` is True"),
+        ("lr = -1", "`lr` is -1.0"),
+        ('extends = "vgg17-cifar10"', "vgg16-cifar10"),
+        ("extends = 3", "no recipe 3"),
+        ('model = "os:getcwd"', "never run on the word of a file"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "recipe.toml")
+
+
+def test_code_in_a_file_is_accepted_if_the_user_named_it(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('model = "mine:make"')
+    assert read(tmp_path / "recipe.toml", "mine:make").model == "mine:make"
+    with pytest.raises(ConfigError, match="give --model mine:make"):
+        read(tmp_path / "recipe.toml", "other:make")
+
+
+# --------------------------------------------------------------------------- presets
+
+
+def test_presets_have_the_settings_of_the_appendix_and_the_release() -> None:
+    assert (CIFAR.batch_size, CIFAR.lr, CIFAR.momentum, CIFAR.structure_lr) == (256, 0.1, 0.9, 12e-3)
+    assert (CIFAR.warmup_epochs, CIFAR.label_smoothing, CIFAR.weight_decay) == (0, 0, 5e-4)
+    assert (CIFAR.epochs, CIFAR.finetune_epochs, CIFAR.finetune_lr, CIFAR.num_masks) == (300, 40, 1e-3, 10)
+    assert (IMAGENET.batch_size, IMAGENET.lr, IMAGENET.momentum) == (256, 0.256, 0.875)
+    assert (IMAGENET.structure_lr, IMAGENET.label_smoothing, IMAGENET.warmup_epochs > 0) == (12e-3, 0.1, True)
+    for base in (CIFAR, IMAGENET):
+        assert (base.estimator, base.coupling, base.resample_every, base.settle_at) == ("vr_pge", "filter", 1, 1.0)
+
+
+LARGE = {"resnet50", "wrn28_10", "mobilenet_v1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if p.recipe.model in LARGE else ())
+        for name, p in PRESETS.items()
+        if p.paper
+    ],
+)
+def test_a_search_starts_at_the_flops_that_the_paper_reports(name: str) -> None:
+    entry = PRESETS[name]
+    assert entry.paper is not None
+    classes, side = (1000, 224) if "imagenet" in name else (10, 32)
+    network = make_model(entry.recipe.model, num_classes=classes, in_channels=3)
+    graph = trace(network, torch.zeros(1, 3, side, side))
+    assert isinstance(entry.recipe.parsed_budget, Channels)
+    s = torch.full((graph.num_units,), entry.recipe.parsed_budget.fraction, dtype=torch.float64)
+    bound = Flops(1.0).bind(graph.costs)
+    assert 100 * float(bound.expected(s)) / bound.dense == pytest.approx(entry.paper.flops, rel=0.01)
+
+
+def test_an_unknown_preset_is_named_with_its_neighbours() -> None:
+    with pytest.raises(ConfigError, match="resnet20-cifar10"):
+        preset("resnet20-cifar")
+
+
+# --------------------------------------------------------------------------- the learning rate
+
+
+def test_the_learning_rate_by_hand() -> None:
+    recipe = dataclasses.replace(Recipe(), epochs=10, lr=1.0, warmup_epochs=2.0, finetune_epochs=2, finetune_lr=0.01)
+    rates = [learning_rate(recipe, step, steps_per_epoch=5) for step in range(60)]
+    assert rates[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert rates[10] == 1.0
+    assert rates[30] == pytest.approx(0.5)  # half of the 40 steps behind the warm-up
+    assert rates[49] == pytest.approx(0.5 * (1 + math.cos(math.pi * 39 / 40)))
+    assert rates[50:] == [0.01] * 10
+
+
+def search_epochs(**settings: Any) -> int:
+    return Recipe(**settings).search_epochs
+
+
+def test_search_epochs() -> None:
+    assert search_epochs(epochs=10) == 10
+    assert search_epochs(epochs=10, settle_at=0.25) == 2
+    assert search_epochs(epochs=10, method="narrow") == 0
