@@ -143,7 +143,7 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
 
 
 def test_training_learns(tmp_path: Path) -> None:
-    recipe = Recipe(model="small", width=0.25, budget="flops=0.4", epochs=3, batch_size=100, settle_at=0.34, num_masks=2)
+    recipe = merged(TINY, {"model": "small", "width": 0.25, "batch_size": 100, "settle_at": 0.34, "lr": 0.1})
     record = started(tmp_path / "run", recipe, place=SELDOM).train()
     assert record.accuracy > 50  # of ten classes
     assert record.history[-1].train_loss < 0.7 * record.history[0].train_loss

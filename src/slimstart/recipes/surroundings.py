@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -87,13 +88,17 @@ def _program() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the code, if it runs from a clone; "+" behind it says that files have been changed since."""
+    """The commit of the code, with a "+" where files have been changed since.
+
+    Code that was copied to another machine without its history is told by the variable SLIMSTART_COMMIT.
+    """
     here = Path(__file__).parent
     try:
+        _git(here, "ls-files", "--error-unmatch", Path(__file__).name)  # this clone, not one that we are installed in
         head = _git(here, "rev-parse", "HEAD")
         return head + ("+" if _git(here, "status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("SLIMSTART_COMMIT")
 
 
 def _git(folder: Path, *args: str) -> str:
