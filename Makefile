@@ -1,15 +1,18 @@
-# `make test` needs Python 3.11 or newer and nothing else: it makes .venv, installs the pinned tools, and runs every
-# check and the default tests. Variables: PYTHON (interpreter for .venv), WORKERS (parallel test processes),
-# PYTEST_ARGS (more arguments for pytest).
+# `make train` and `make test` need Python 3.11 or newer and nothing else: they make .venv and install what is pinned.
+# `make train` trains on the embedded data set; `make test` runs every check and the default tests. Variables: PYTHON
+# (interpreter for .venv), WORKERS (parallel test processes), PYTEST_ARGS (more arguments for pytest), TRAIN_ARGS (more
+# arguments for slimstart train).
 
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 WORKERS ?= 2
 PYTEST_ARGS ?=
+TRAIN_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+RUNTIME := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed-with-tools
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # One thread for each test process: torch's own threads would fight the workers for the cores.
@@ -17,19 +20,26 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint types unit slow gpu format clean
+.PHONY: help install train test lint types unit slow gpu format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED)  ## Make .venv with everything pinned by constraints.txt
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found; name one: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints.txt hatchling editables
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable .
+	@touch $@
+
+$(INSTALLED): $(RUNTIME)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
+
+train: $(RUNTIME)  ## Train on the embedded data, narrow from step one: a table and runs/*/report.html
+	$(BIN)/slimstart train --recipe fashion $(TRAIN_ARGS)
 
 test: lint types unit  ## Every check and the default tests
 

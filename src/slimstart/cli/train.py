@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import shlex
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,37 +73,43 @@ def train(
     A recipe says what is trained; any of its settings can be given here too. Ctrl-C saves and stops.
     """
     from slimstart import records
+    from slimstart.models import is_factory
     from slimstart.recipes.program import Place, Program
     from slimstart.recipes.runs import Run
     from slimstart.recipes.watching import Interrupted
 
     given = {name: value for name, value in options.items() if value is not None}
-    own_model = given.get("model")
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
-    if resume and out is not None and Run(out).exists:
-        run = Run(out)
-        chosen = run.recipe(own_model)
+    run = None if out is None else Run(out)
+    going_on = resume and run is not None and run.exists
+    if going_on and run is not None:
+        chosen = run.recipe(given.get("model"))
         _refuse_changes(chosen, given, recipe)
     else:
         chosen = _chosen(recipe, given)
-        run = Run(out) if out is not None else _new_run(recipe, chosen)
-        run.create(chosen)
+        run = run or _new_run(recipe, chosen)
+        run.refuse_existing()
     if run.finished:
         console.print(f"{run.folder} is finished already", markup=False)
         show_records([records.read(run.record)])
         return
-    place = Place(device, data_dir, workers, download, checkpoint_seconds, timing_rounds)
     display = TrainingDisplay(chosen.total_epochs)
+    place = Place(device, data_dir, workers, download, checkpoint_seconds, timing_rounds)
+    program = Program(chosen, run, place, display)  # all that can be refused is refused before a folder is made
+    if not going_on:
+        run.create(chosen)
+    console.print(f"training {chosen.model} on {chosen.data} ({chosen.method}) in {run.folder}", markup=False)
     with run.locked():
-        program = Program(chosen, run, place, display)
-        console.print(f"training {chosen.model} on {chosen.data} ({chosen.method}) in {run.folder}", markup=False)
         try:
             with display.live():
                 record = program.train()
         except Interrupted:
-            code = f" --model {own_model}" if own_model is not None else ""
-            console.print(f"saved; to go on: slimstart train --resume --out {run.folder}{code}", markup=False)
+            places = {"--model": given.get("model") if is_factory(chosen.model) else None, "--data-dir": data_dir}
+            places |= {"--device": None if device == "auto" else device}
+            again = ["slimstart", "train", "--resume", "--out", str(run.folder)]
+            again += [word for flag, value in places.items() if value is not None for word in (flag, str(value))]
+            console.print(f"saved; to go on: {shlex.join(again)}", markup=False)
             raise typer.Exit(130) from None
     show_records([record])
     _write_report([record], run.report)
@@ -125,9 +132,9 @@ def _chosen(name: str | None, given: dict[str, Any]) -> Recipe:
 def _new_run(name: str | None, recipe: Recipe) -> Run:
     from slimstart.recipes.runs import Run, unused
 
-    stem = Path(name).stem if name is not None else f"{recipe.model}-{recipe.data}".replace(":", "-").replace("/", "-")
+    stem = f"{recipe.model}-{recipe.data}" if name is None else Path(name).name.removesuffix(".toml")
     suffix = "" if recipe.method == "slimstart" else f"-{recipe.method}"
-    return Run(unused(Path("runs") / f"{stem}{suffix}"))
+    return Run(unused(Path("runs") / f"{stem}{suffix}".replace(":", "-").replace("/", "-")))
 
 
 def _refuse_changes(recipe: Recipe, given: dict[str, Any], name: str | None) -> None:

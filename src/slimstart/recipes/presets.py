@@ -43,18 +43,17 @@ IMAGENET = Recipe(
     structure_lr=12e-3,
     num_masks=10,
 )
-# Two CPU cores and a coffee break; all of it ours.
+# A minute on two CPU cores; all of it ours, chosen on 1,000 of the training images.
 FASHION = Recipe(
     model="small",
     data="fashion",
     budget="flops=0.2",
     epochs=12,
-    batch_size=128,
-    lr=0.1,
-    structure_lr=50e-3,
+    batch_size=64,
+    structure_lr=0.1,
     estimator="vr_pge_symmetric",
-    settle_at=0.5,
-    eval_every=1,
+    settle_at=0.25,
+    num_masks=4,
 )
 
 
@@ -82,7 +81,7 @@ def _row(base: Recipe, model: str, data: str, keep_ratio: float, about: str, pap
 
 
 PRESETS: dict[str, Preset] = {
-    "fashion": Preset(FASHION, "a few minutes on two CPU cores, embedded data"),
+    "fashion": Preset(FASHION, "embedded data, a minute on two CPU cores"),
     # Table 1
     "vgg16-cifar10": _row(CIFAR, "vgg16", "cifar10", 0.293, "table 1", Paper(92.5, 4.4, 8.7, 8.69)),
     "resnet20-cifar10": _row(CIFAR, "resnet20", "cifar10", 0.536, "table 1", Paper(90.93, 35.1, 36.1, 2.09)),

@@ -144,6 +144,8 @@ class Program:
 
     def _train_epoch(self) -> None:
         progress = self.progress
+        if self.method.searching and progress.epoch >= self.recipe.search_epochs:
+            self.method.settle(self._calibration_batches())
         began = time.monotonic()
         for images, labels in self.data.train.epoch(progress.epoch, start=progress.batch):
             self._set_learning_rate()
@@ -165,13 +167,11 @@ class Program:
             began = time.monotonic()
 
     def _end_epoch(self) -> records.Epoch:
-        """Settle if it is time, evaluate, and turn what was summed up into a row of the history."""
+        """Evaluate, and turn what was summed up into a row of the history."""
         progress, recipe, method = self.progress, self.recipe, self.method
         phase = self._phase
         mean_loss = self._check_finite() / self.steps_per_epoch
         done = progress.epoch + 1
-        if done == recipe.search_epochs and done < recipe.total_epochs:
-            method.settle(self._calibration_batches())
         loss = accuracy = None
         if done % recipe.eval_every == 0 or done == recipe.total_epochs:
             loss, accuracy = evaluate(method.snapshot(self._calibration_batches()), self.data, recipe.precision)

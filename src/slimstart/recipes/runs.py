@@ -52,16 +52,20 @@ class Run:
     def finished(self) -> bool:
         return self.record.is_file()
 
+    def refuse_existing(self) -> None:
+        """Raise a ConfigError if there is a run already."""
+        if self.exists:
+            raise ConfigError(
+                f"{self.folder} holds a run already; add --resume to go on with it, or choose another --out"
+            )
+
     def create(self, recipe: Recipe) -> None:
         """Make the folder, with the recipe in it.
 
         Raises:
             ConfigError: there is a run already, or the folder cannot be written to.
         """
-        if self.exists:
-            raise ConfigError(
-                f"{self.folder} holds a run already; add --resume to go on with it, or choose another --out"
-            )
+        self.refuse_existing()
         try:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             atomic.write(self.config, recipes.as_toml(recipe).encode())

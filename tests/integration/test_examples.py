@@ -1,0 +1,65 @@
+"""The examples run as they say, on less data and in less time."""
+
+import copy
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import slimstart
+from examples import own_model, training_loop
+from slimstart import data, models, records
+from slimstart.cli import main
+from tests.datasets import random_arrays, small_cifar
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.chdir(ROOT)  # `examples.own_model` is found in the current folder
+    monkeypatch.setattr(sys, "argv", ["slimstart", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return int(stopped.value.code or 0)
+
+
+def test_the_network_of_ones_own_is_trained_as_its_comment_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    inspect, train = (shlex.split(line) for line in re.findall(r"^ +slimstart (.*)", own_model.__doc__ or "", re.M))
+    assert run(monkeypatch, *inspect) == 0
+    assert "100.0% of the FLOPs can shrink" in capsys.readouterr().out
+    np.savez(tmp_path / "cifar10.npz", **random_arrays(small_cifar("cifar10")))
+    tiny = ["--epochs", "2", "--batch-size", "25", "--num-masks", "2", "--timing-rounds", "0", "--device", "cpu"]
+    tiny += ["--data", "cifar10", "--data-dir", str(tmp_path)]
+    assert run(monkeypatch, *train, *tiny, "--out", str(tmp_path / "run")) == 0
+    record = records.read(tmp_path / "run")
+    assert (record.model, record.budget) == ("examples.own_model:make", "flops=0.2")
+    assert record.flops_ratio <= 0.2
+    small = slimstart.load(tmp_path / "run" / "network", lambda: own_model.make(10, 3))
+    assert slimstart.flops(small, torch.zeros(1, 3, 32, 32)) == record.flops
+
+
+def test_the_training_loop_gives_a_network_within_its_budget(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tiny = ["--width", "0.25", "--epochs", "2", "--batch-size", "150", "--budget", "0.3"]
+    training_loop.main([*tiny, "--out", str(tmp_path / "small")])
+    output = capsys.readouterr().out
+    accuracy, ratio = map(float, re.findall(r"finished: (\S+) % at (\S+)% of the FLOPs", output)[0])
+    assert ratio <= 30
+    assert accuracy > 25  # chance is 10
+
+    dense = models.build("small", num_classes=10, in_channels=1, width=0.25)
+    small = slimstart.load(tmp_path / "small", lambda: copy.deepcopy(dense)).eval()
+    example = torch.zeros(1, 1, 28, 28)
+    assert 100 * slimstart.flops(small, example) / slimstart.flops(dense, example) == pytest.approx(ratio, abs=0.01)
+    with torch.no_grad():
+        told = [
+            small(images).argmax(1) == labels for images, labels in data.load("fashion", batch_size=9).test.epoch(0)
+        ]
+    assert 100 * float(torch.cat(told).double().mean()) == pytest.approx(accuracy, abs=0.01)
