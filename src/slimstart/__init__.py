@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slimstart.errors import CheckpointError as CheckpointError
     from slimstart.errors import ConfigError as ConfigError
     from slimstart.errors import DataError as DataError
+    from slimstart.errors import ExportError as ExportError
     from slimstart.errors import NonFiniteLossError as NonFiniteLossError
     from slimstart.errors import OptimizerStateError as OptimizerStateError
     from slimstart.errors import RecordError as RecordError
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 _HOME = {
     "accounting": ("flops",),
     "errors": (
-        "BudgetError", "CheckpointError", "ConfigError", "DataError", "NonFiniteLossError", "OptimizerStateError",
-        "RecordError", "SlimstartError", "TraceError",
+        "BudgetError", "CheckpointError", "ConfigError", "DataError", "ExportError", "NonFiniteLossError",
+        "OptimizerStateError", "RecordError", "SlimstartError", "TraceError",
     ),
     "files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "trace"),

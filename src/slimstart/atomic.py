@@ -29,6 +29,6 @@ def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], None]) ->
         partial.replace(path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(path)  # a full disk does not say what it was too small for
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = str(path)  # not the partial file, and a full disk names none at all
         raise

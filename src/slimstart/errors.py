@@ -35,5 +35,9 @@ class DataError(SlimstartError, RuntimeError):
     """A data set is missing, truncated or corrupt; the message says what to do."""
 
 
+class ExportError(SlimstartError, RuntimeError):
+    """A network was written for another program, and does not compute the same there."""
+
+
 class RecordError(SlimstartError, ValueError):
     """A file is not the record of a run, or not of this schema."""

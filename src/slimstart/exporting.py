@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slimstart import atomic
-from slimstart.errors import ConfigError
+from slimstart.errors import ConfigError, ExportError
 
 
 def to_onnx(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> float | None:
@@ -52,11 +52,13 @@ def to_onnx(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     images = _several(example)
     (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    return _difference(network, images, torch.from_numpy(logits))
+    return _difference(network, images, torch.from_numpy(logits), path)
 
 
 def to_torch(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> float:
     """Write a torch.export file (.pt2) that takes any batch size; returns the largest difference when read back."""
+    if Path(path).suffix != ".pt2":
+        raise ConfigError(f"`out` is {os.fspath(path)!r}; a file of torch.export must be called *.pt2")
     network.eval()
     images = _several(example)
     with _quiet():
@@ -65,7 +67,7 @@ def to_torch(network: nn.Module, path: str | os.PathLike[str], example: Tensor) 
         torch.export.save(program, content)
         atomic.write(path, content.getvalue())
         again = torch.export.load(str(Path(path))).module()
-    return _difference(network, images, again(images))
+    return _difference(network, images, again(images), path)
 
 
 def _several(example: Tensor) -> Tensor:
@@ -75,8 +77,17 @@ def _several(example: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _difference(network: nn.Module, images: Tensor, output: Tensor) -> float:
-    return float((network(images) - output).abs().max())
+def _difference(network: nn.Module, images: Tensor, output: Tensor, path: str | os.PathLike[str]) -> float:
+    """The largest difference between outputs.
+
+    Raises:
+        ExportError: it is more than rounding explains.
+    """
+    expected = network(images)
+    difference = float((expected - output).abs().max())
+    if not difference <= 1e-3 * max(1.0, float(expected.abs().max())):
+        raise ExportError(f"{os.fspath(path)} computes something else than the network: outputs differ by {difference}")
+    return difference
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class Record:
     epochs: int  # all phases together
     batch_size: int
     config: dict[str, Any]
-    config_hash: str  # of `config` without the seed and without what does not change results
+    config_hash: str  # of `config` without the seed
     command: str
     commit: str | None
     version: str

@@ -18,6 +18,7 @@ from slimstart import records
 from slimstart.cli import main
 from slimstart.cli.display import console
 from slimstart.recipes.program import Place, Program
+from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.runs import Run
 from tests.integration.test_program import outcome
 
@@ -50,10 +51,13 @@ def slimstart(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, made by the program itself."""
-    folder = tmp_path_factory.mktemp("runs") / "trained"
-    process = command("train", *TINY, "--out", folder)
-    assert process.wait(300) == 0
-    return folder
+    run = Run(tmp_path_factory.mktemp("runs") / "trained")
+    recipe = Recipe(
+        model=OWN, budget="flops=0.4", epochs=2, batch_size=1000, num_masks=2, settle_at=0.5, lr=0.05
+    )  # as TINY says
+    run.create(recipe)
+    Program(recipe, run, Place("cpu", timing_rounds=0)).train()
+    return run.folder
 
 
 def command(*arguments: Any, **kwargs: Any) -> subprocess.Popen[str]:
@@ -224,13 +228,24 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         main()
 
 
+def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    process = command("train", *TINY, "--out", tmp_path / "run")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert Run(tmp_path / "run").finished
+
+
 def test_folders_that_do_not_fit_are_refused(slimstart: Slimstart, trained: Path, tmp_path: Path) -> None:
     status, _, errors = slimstart("train", *TINY, "--out", trained)
     assert (status, "holds a run already; add --resume" in errors) == (2, True)
     status, _, errors = slimstart("train", "--resume", "--out", trained, "--model", OWN, "--lr", "0.2")
     assert (status, "leave out --lr 0.2" in errors) == (2, True)
+    (trained / "report.html").unlink(missing_ok=True)
     status, output, _ = slimstart("train", "--resume", "--out", trained, "--model", OWN)
     assert (status, "is finished already" in output) == (0, True)
+    assert (trained / "report.html").is_file()  # killed between record and report: made up for
     (tmp_path / "file").write_text("")
     status, _, errors = slimstart("train", *TINY, "--out", "file/run")
     assert (status, "cannot be written to" in errors) == (2, True)

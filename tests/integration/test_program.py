@@ -15,7 +15,7 @@ from slimstart.errors import BudgetError, CheckpointError, ConfigError, NonFinit
 from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.program import Place, Program
 from slimstart.recipes.recipe import Recipe, make_model, merged
-from slimstart.recipes.runs import Run
+from slimstart.recipes.runs import Run, claim
 from slimstart.recipes.watching import Interrupted, Unwatched
 
 OWN = "tests.tiny_networks:with_dropout"
@@ -61,7 +61,11 @@ class Killer(Unwatched):
         return False
 
 
-SETTINGS: list[dict[str, Any]] = [{}, {"resample_every": 4, "estimator": "leave_one_out"}, {"method": "narrow"}]
+SETTINGS = [
+    {},
+    {"method": "narrow"},
+    pytest.param({"resample_every": 4, "estimator": "leave_one_out"}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(map(str, s.values())) or "default")
@@ -90,7 +94,7 @@ def test_a_polite_stop_saves_between_checkpoints(tmp_path: Path, differences: Ca
         @property
         def stop_requested(self) -> bool:  # type: ignore[override]
             self.asked += 1
-            return self.asked == 9
+            return self.asked == 10  # nine steps, and the end of an epoch
 
     with pytest.raises(Interrupted):
         started(tmp_path / "parts", place=SELDOM, watcher=Stopper()).train()
@@ -142,6 +146,7 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
     assert evaluate(network, program.data, "float32") == (record.test_loss, record.accuracy)
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path: Path) -> None:
     recipe = merged(TINY, {"model": "small", "width": 0.25, "batch_size": 100, "settle_at": 0.34, "lr": 0.1})
     record = started(tmp_path / "run", recipe, place=SELDOM).train()
@@ -205,9 +210,10 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another recipe"):
         Program(other, Run(tmp_path / "run"), QUICK).train()
     newest = Run(tmp_path / "run").checkpoints()[0]
-    checkpoints.write({"format": "slimstart.program/0"}, newest)
-    with pytest.raises(CheckpointError, match="not of this version"):
-        started(tmp_path / "run").train()
+    for foreign in ({"format": "slimstart.program/0"}, {"format": "slimstart.program/1"}, {}):
+        checkpoints.write(foreign, newest)
+        with pytest.raises(CheckpointError, match="not of this version"):
+            started(tmp_path / "run").train()
 
 
 def test_an_impossible_budget_or_device_is_refused_before_training(tmp_path: Path) -> None:
@@ -219,6 +225,68 @@ def test_an_impossible_budget_or_device_is_refused_before_training(tmp_path: Pat
         started(tmp_path / "c", place=Place(device="toaster"))
 
 
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        started(tmp_path / "run", watcher=Killer(3)).train()
+    program = started(tmp_path / "run")
+    program.data = dataclasses.replace(program.data, digest="other")
+    with pytest.raises(ConfigError, match="begun with other data"):
+        program.train()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    class Poisoner(Killer):
+        program: Program
+
+        @property
+        def stop_requested(self) -> bool:  # type: ignore[override]
+            self.steps -= 1
+            if self.steps == 0:
+                next(self.program.method.trained.parameters()).data.fill_(float("nan"))
+            return False
+
+    watcher = Poisoner(4)
+    watcher.program = started(tmp_path / "run", watcher=watcher)
+    with pytest.raises(NonFiniteLossError, match="weights are not finite after batch 4 of epoch 1"):
+        watcher.program.train()
+    assert [path.stem for path in Run(tmp_path / "run").checkpoints()] == ["step-000000003", "step-000000002"]
+
+
+def test_step_times_that_need_too_much_memory_do_not_cost_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_large(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("slimstart.recipes.program.step_times", too_large)
+    place = dataclasses.replace(SELDOM, timing_rounds=1)
+    record = started(tmp_path / "run", merged(TINY, {"epochs": 1}), place=place).train()
+    assert (record.step_ms, record.dense_step_ms) == (None, None)
+    assert "step times are not measured" in caplog.text
+
+
+@pytest.mark.parametrize("settle_at", [0.0, 0.1])
+def test_a_search_of_no_epochs_settles_before_the_first_step(tmp_path: Path, settle_at: float) -> None:
+    recipe = merged(TINY, {"settle_at": settle_at, "epochs": 2, "finetune_epochs": 0})
+    record = started(tmp_path / "run", recipe, place=SELDOM).train()
+    assert [epoch.phase for epoch in record.history] == ["train", "train"]
+    assert record.flops_ratio <= 0.4
+
+
+def test_a_resumed_run_keeps_the_command_that_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/slimstart", "train", "--lr", "0.1"])
+    with pytest.raises(Killed):
+        started(tmp_path / "run", watcher=Killer(3)).train()
+    monkeypatch.setattr("sys.argv", ["slimstart", "train", "--resume"])
+    assert started(tmp_path / "run").train().command == "slimstart train --lr 0.1"
+
+
+def test_a_place_that_cannot_be_meant() -> None:
+    for wrong in ({"workers": -1}, {"timing_rounds": -1}, {"checkpoint_seconds": float("nan")}):
+        with pytest.raises(ConfigError, match=f"`{next(iter(wrong))}` is"):
+            Place(**wrong)  # type: ignore[arg-type]
+
+
 def test_two_processes_cannot_write_into_one_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.create(TINY)
@@ -226,6 +294,25 @@ def test_two_processes_cannot_write_into_one_run(tmp_path: Path) -> None:
         pass
     with run.locked():  # free again
         pass
+
+
+def test_a_folder_without_a_run_does_not_stay(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Run(tmp_path / "a" / "run").locked():
+        raise ZeroDivisionError
+    assert not (tmp_path / "a" / "run").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("keep me")
+    with Run(tmp_path / "mine").locked():
+        pass
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
+
+
+def test_names_are_claimed_once(tmp_path: Path) -> None:
+    names = [claim(tmp_path / "runs" / "x").name for _ in range(3)]
+    assert names == ["x", "x-2", "x-3"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        claim(tmp_path / "file" / "x")
 
 
 def test_only_the_last_checkpoints_are_kept_and_leftovers_go(tmp_path: Path) -> None:

@@ -125,6 +125,16 @@ def test_a_search_starts_at_the_flops_that_the_paper_reports(name: str) -> None:
     assert 100 * float(bound.expected(s)) / bound.dense == pytest.approx(entry.paper.flops, rel=0.01)
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_same_out_of_its_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(as_toml(preset(name)))
+    assert read(tmp_path / "config.toml").hash == preset(name).hash
+
+
+def test_whole_numbers_are_the_floats_that_a_file_makes_of_them() -> None:
+    assert Recipe(lr=1, warmup_epochs=5).hash == Recipe(lr=1.0, warmup_epochs=5.0).hash  # type: ignore[arg-type]
+
+
 def test_an_unknown_preset_is_named_with_its_neighbours() -> None:
     with pytest.raises(ConfigError, match="resnet20-cifar10"):
         preset("resnet20-cifar")

@@ -24,6 +24,11 @@ def test_the_formula_gives_the_savings_of_the_paper(flops_percent: float, saving
     assert paper_saving(100.0, flops_percent) == pytest.approx(saving, rel=0.015)
 
 
+def test_other_estimators_have_another_number_of_forwards() -> None:
+    assert paper_saving(100.0, 10.0, num_forwards=1) == 10  # no second forward: 3 f_D / 3 f_S
+    assert paper_saving(100.0, 10.0, num_forwards=4) == 5
+
+
 def test_a_step_is_counted_by_hand() -> None:
     ledger = Ledger()
     ledger.step(num_images=10, forward=7, input_gradient=2, reference=5)
@@ -37,6 +42,7 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.out_channels = 77  # blocks have such attributes, too
             self.a, self.b, self.c = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(5, 6), nn.Linear(4 + 6, 2)
 
         def forward(self, image: Tensor, row: Tensor) -> Tensor:

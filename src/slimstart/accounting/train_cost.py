@@ -2,7 +2,7 @@ r"""What a training costs: the formula of the paper's appendix, and a ledger of 
 
 **The formula.** With :math:`f_D` FLOPs of a dense forward, :math:`f_S` of a sparse one, and a backward counted as two
 forwards, dense training takes :math:`3 f_D` per image and Algorithm 1, with its second forward,
-:math:`4 f_S`. The saving is :math:`3 f_D / 4 f_S`.
+:math:`4 f_S`. The saving is :math:`3 f_D / 4 f_S`; with n forwards in place of two, :math:`3 f_D / (n + 2) f_S`.
 
 **The ledger** counts what runs: the second forward only on the steps that have one, no gradient of the images (nobody
 asks for it), and the forwards that choose a mask and measure statistics. Validation is no part of training, for any
@@ -22,9 +22,9 @@ from slimstart.accounting.flops import counting, evaluating
 from slimstart.inputs import as_call
 
 
-def paper_saving(dense_flops: float, sparse_flops: float) -> float:
-    """Train-cost saving of Algorithm 1 by the paper's appendix: :math:`3 f_D / 4 f_S`."""
-    return 3 * dense_flops / (4 * sparse_flops)
+def paper_saving(dense_flops: float, sparse_flops: float, num_forwards: int = 2) -> float:
+    """Train-cost saving by the paper's appendix: :math:`3 f_D / 4 f_S` for the two forwards of Algorithm 1."""
+    return 3 * dense_flops / ((num_forwards + 2) * sparse_flops)
 
 
 @dataclass
@@ -98,5 +98,7 @@ def first_layers(model: nn.Module, example_inputs: Any) -> FirstLayers:
 
 
 def _num_filters(layer: nn.Module) -> int:
-    """Output channels of a convolution or a linear layer; 0 for anything else."""
+    """Output channels of a convolution or a linear layer; 0 for anything else, blocks with such an attribute too."""
+    if any(True for _ in layer.children()):
+        return 0
     return int(getattr(layer, "out_channels", 0) or getattr(layer, "out_features", 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,18 @@ if TYPE_CHECKING:
     from slimstart.recipes.watching import Status
     from slimstart.records import Epoch, Record
 
+
+class _Console(Console):
+    """A console that falls silent when nobody reads it any more: a training does not end because `| head` does."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 # Into a file or a pipe, lines are as long as they need to be.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
-console = Console(highlight=False, width=_WIDTH)
+console = _Console(highlight=False, width=_WIDTH)
 errors = Console(stderr=True, highlight=False)
 
 
@@ -49,9 +57,17 @@ class TrainingDisplay:
     def stop_requested(self) -> bool:
         return self._stop
 
+    def __enter__(self) -> TrainingDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._download.stop()
+
     @contextmanager
-    def live(self) -> Iterator[None]:
-        """Show the progress; the first Ctrl-C, or a polite kill, asks to stop, and a second one stops at once."""
+    def stoppable(self) -> Iterator[None]:
+        """The first Ctrl-C, or polite kill, asks to stop; a second one stops at once."""
 
         def ask(number: int, _: Any) -> None:
             self._stop = True
@@ -63,8 +79,7 @@ class TrainingDisplay:
         for number in before:
             signal.signal(number, ask)
         try:
-            with self._progress:
-                yield
+            yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -96,6 +111,9 @@ class TrainingDisplay:
         if done == total:
             self._download.stop()
 
+    def resumed(self, epoch: int, batch: int) -> None:
+        console.print(f"going on in epoch {epoch}, after {batch} of its batches", markup=False)
+
 
 def show_records(records: Sequence[Record]) -> None:
     """A comparison table for each network; a few runs stand side by side, which fits a narrow terminal."""
@@ -121,4 +139,6 @@ def _percent(value: float | None) -> str:
 
 
 def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(seconds))
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"

@@ -75,7 +75,7 @@ def export(
     format: Annotated[Format, typer.Option(help="onnx, torch (torch.export) or safetensors (with its structure).")],
     model: OwnModel = None,
 ) -> None:
-    """Write a finished network for use elsewhere, and check what was written against it."""
+    """Write a finished network for use elsewhere; ONNX and torch.export files are run and compared with it."""
     import torch
 
     from slimstart import exporting, files, records
@@ -85,8 +85,9 @@ def export(
     example = torch.zeros(1, *record.image_shape)
     network = _finished(run, Run(run).recipe(model), record.num_classes, record.image_shape[0])
     if format is Format.safetensors:
+        out = out.with_name(out.name.removesuffix(".safetensors") + ".safetensors")
         files.save(network, out)
-        console.print(f"{out}, and its structure beside it", markup=False)
+        console.print(f"{out}, and {out.with_suffix('.json')}, its structure", markup=False)
         return
     difference = (exporting.to_onnx if format is Format.onnx else exporting.to_torch)(network, out, example)
     verdict = (

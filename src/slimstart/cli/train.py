@@ -17,6 +17,7 @@ from slimstart.errors import ConfigError
 from slimstart.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
+    from slimstart.recipes.program import Place
     from slimstart.recipes.runs import Run
     from slimstart.records import Record
 
@@ -73,7 +74,6 @@ def train(
     A recipe says what is trained; any of its settings can be given here too. Ctrl-C saves and stops.
     """
     from slimstart import records
-    from slimstart.models import is_factory
     from slimstart.recipes.program import Place, Program
     from slimstart.recipes.runs import Run
     from slimstart.recipes.watching import Interrupted
@@ -81,38 +81,44 @@ def train(
     given = {name: value for name, value in options.items() if value is not None}
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
-    run = None if out is None else Run(out)
-    going_on = resume and run is not None and run.exists
-    if going_on and run is not None:
-        chosen = run.recipe(given.get("model"))
-        _refuse_changes(chosen, given, recipe)
-    else:
-        chosen = _chosen(recipe, given)
-        run = run or _new_run(recipe, chosen)
-        run.refuse_existing()
-    if run.finished:
-        console.print(f"{run.folder} is finished already", markup=False)
-        show_records([records.read(run.record)])
-        return
-    display = TrainingDisplay(chosen.total_epochs)
-    place = Place(device, data_dir, workers, download, checkpoint_seconds, timing_rounds)
-    program = Program(chosen, run, place, display)  # all that can be refused is refused before a folder is made
-    if not going_on:
-        run.create(chosen)
-    console.print(f"training {chosen.model} on {chosen.data} ({chosen.method}) in {run.folder}", markup=False)
+    run = Run(out) if out is not None else _new_run(recipe, _chosen(recipe, given))
     with run.locked():
-        try:
-            with display.live():
-                record = program.train()
-        except Interrupted:
-            places = {"--model": given.get("model") if is_factory(chosen.model) else None, "--data-dir": data_dir}
-            places |= {"--device": None if device == "auto" else device}
-            again = ["slimstart", "train", "--resume", "--out", str(run.folder)]
-            again += [word for flag, value in places.items() if value is not None for word in (flag, str(value))]
-            console.print(f"saved; to go on: {shlex.join(again)}", markup=False)
-            raise typer.Exit(130) from None
-    show_records([record])
-    _write_report([record], run.report)
+        if resume and run.exists:
+            chosen = run.recipe(given.get("model"))
+            _refuse_changes(chosen, given, recipe)
+        else:
+            chosen = _chosen(recipe, given)
+            run.refuse_existing()
+        if run.finished:
+            console.print(f"{run.folder} is finished already", markup=False)
+            record = records.read(run.record)
+        else:
+            display = TrainingDisplay(chosen.total_epochs)
+            place = Place(device, data_dir, workers, download, checkpoint_seconds, timing_rounds)
+            try:
+                with display:
+                    program = Program(chosen, run, place, display)
+                    if not run.exists:  # only now: whatever can be refused has been
+                        run.create(chosen)
+                    what = f"training {chosen.model} on {chosen.data} ({chosen.method}) in {run.folder}"
+                    console.print(what, markup=False)
+                    with display.stoppable():
+                        record = program.train()
+            except Interrupted:
+                console.print(f"saved; to go on: {_resume_command(run, given, place)}", markup=False)
+                raise typer.Exit(130) from None
+        show_records([record])
+        _write_report([record], run.report)
+
+
+def _resume_command(run: Run, given: dict[str, Any], place: Place) -> str:
+    """What to type to go on: the folder, and what no file remembers."""
+    from slimstart.models import is_factory
+
+    model = given.get("model", "")
+    options = {"--model": model if is_factory(model) else None, "--data-dir": place.data_dir, "--device": place.device}
+    words = [word for flag, value in options.items() if value not in (None, "auto") for word in (flag, str(value))]
+    return shlex.join(["slimstart", "train", "--resume", "--out", str(run.folder), *words])
 
 
 def _chosen(name: str | None, given: dict[str, Any]) -> Recipe:
@@ -130,11 +136,11 @@ def _chosen(name: str | None, given: dict[str, Any]) -> Recipe:
 
 
 def _new_run(name: str | None, recipe: Recipe) -> Run:
-    from slimstart.recipes.runs import Run, unused
+    from slimstart.recipes.runs import Run, claim
 
     stem = f"{recipe.model}-{recipe.data}" if name is None else Path(name).name.removesuffix(".toml")
     suffix = "" if recipe.method == "slimstart" else f"-{recipe.method}"
-    return Run(unused(Path("runs") / f"{stem}{suffix}".replace(":", "-").replace("/", "-")))
+    return Run(claim(Path("runs") / f"{stem}{suffix}".replace(":", "-").replace("/", "-")))
 
 
 def _refuse_changes(recipe: Recipe, given: dict[str, Any], name: str | None) -> None:

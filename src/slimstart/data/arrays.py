@@ -21,6 +21,7 @@ from slimstart.data.batches import (
     TEST_BATCHES,
     ImageData,
     Normalise,
+    digest_of,
     generator,
     hold_out,
     indices_from,
@@ -54,6 +55,7 @@ class ArraySet:
             image_shape=(images.shape[1], images.shape[2], images.shape[3]),
             train=Augmented(*train, batch_size, normalise, self.padding, seed, device),
             test=InOrder(*test, TEST_BATCHES * batch_size, normalise, device),
+            digest=digest_of(train[1], test[1]),
         )
 
 

@@ -7,6 +7,7 @@ processes, and a training that was killed goes on with the very batches that it 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +52,15 @@ class ImageData:
     image_shape: tuple[int, int, int]
     train: Batches
     test: Batches
+    digest: str  # of the labels, in their order: tells whether a run goes on with the data that it began with
+
+
+def digest_of(*labels: Tensor) -> str:
+    """A short name of these labels in this order."""
+    found = hashlib.sha256()
+    for one in labels:
+        found.update(one.cpu().numpy().astype("<i8").tobytes() + b"|")
+    return found.hexdigest()[:16]
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:

@@ -19,7 +19,15 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from slimstart.data.batches import ImageData, Normalise, generator, hold_out, indices_from, num_full_batches
+from slimstart.data.batches import (
+    ImageData,
+    Normalise,
+    digest_of,
+    generator,
+    hold_out,
+    indices_from,
+    num_full_batches,
+)
 from slimstart.errors import ConfigError, DataError
 
 IMAGE_SIZE = 224
@@ -65,6 +73,7 @@ def load(
         image_shape=(3, image_size, image_size),
         train=FolderBatches(train, batch_size, image_size, device, num_workers, seed),
         test=FolderBatches(test, batch_size, image_size, device, num_workers, None),
+        digest=digest_of(torch.from_numpy(train.labels), torch.from_numpy(test.labels)),
     )
 
 

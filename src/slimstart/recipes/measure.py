@@ -14,8 +14,8 @@ from slimstart.baselines import narrow
 from slimstart.errors import BudgetError
 from slimstart.graph import trace
 from slimstart.recipes.methods import Batch, Loss, Search, sgd
-from slimstart.recipes.recipe import Recipe
-from slimstart.structure import Flops
+from slimstart.recipes.recipe import Recipe, merged
+from slimstart.structure import Budget
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,27 @@ def step_times(
     recipe: Recipe,
     make_model: Callable[[], nn.Module],
     batch: Batch,
-    flops_ratio: float,
+    narrow_budget: Budget,
     rounds: int = 20,
     seconds: float = 10.0,
 ) -> StepTimes:
     """Measure steps of fresh networks on one batch.
 
     Args:
-        flops_ratio: of the finished network; the hand-narrowed one gets as many.
+        narrow_budget: of the hand-narrowed network.
     """
     steps: dict[str, Step] = {"dense": _plain_step(recipe, make_model(), batch)}
     if recipe.method != "dense":
         model = make_model()
         graph = trace(model, batch[0][:1], coupling="stream")
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            steps["narrow"] = _plain_step(recipe, narrow(model, graph, Flops(flops_ratio)), batch)
+            steps["narrow"] = _plain_step(recipe, narrow(model, graph, narrow_budget), batch)
     if recipe.method == "slimstart":
-        search = Search(recipe, make_model(), batch[0][:1], steps_per_epoch=1000)
-        steps["slimstart"] = _search_step(search, batch, draw=recipe.resample_every > 1)
-        if recipe.resample_every > 1:
+        held_long = recipe.resample_every > 1  # then draws are made by hand, so that a held step makes none
+        endless = merged(recipe, {"resample_every": 10**9 if held_long else 1})
+        search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000)
+        steps["slimstart"] = _search_step(search, batch, draw=held_long)
+        if held_long:
             steps["held"] = _search_step(search, batch, draw=False)
     times = compare(steps, batch[0].device, rounds, seconds)
     own = times[recipe.method]

@@ -50,6 +50,10 @@ class Method(Protocol):
     ledger: Ledger
 
     @property
+    def trained(self) -> nn.Module:
+        """The network that the next step trains."""
+
+    @property
     def flops(self) -> int:
         """FLOPs of one image through the network that the next step trains."""
 
@@ -113,14 +117,14 @@ class Fixed:
     expected_cost = None
 
     def __init__(self, recipe: Recipe, graph: ChannelGraph, network: nn.Module, example: Tensor) -> None:
-        self.graph, self.network, self.loss_fn = graph, network, Loss(recipe)
+        self.graph, self.trained, self.loss_fn = graph, network, Loss(recipe)
         self.optimizer = sgd(recipe, network)
         self.ledger = Ledger()
         self.flops = flops(network, example)
         self._input_gradient = first_layers(network, example).input_gradient()
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss_fn(self.network, images, labels)
+        loss = self.loss_fn(self.trained, images, labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -131,21 +135,21 @@ class Fixed:
         pass
 
     def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
-        return self.network
+        return self.trained
 
     def finish(self, batches: Iterable[Batch]) -> nn.Module:
-        return self.network
+        return self.trained
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "network": {name: tensor.clone() for name, tensor in self.network.state_dict().items()},
+            "network": {name: tensor.clone() for name, tensor in self.trained.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "ledger": asdict(self.ledger),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         try:
-            self.network.load_state_dict(state["network"])
+            self.trained.load_state_dict(state["network"])
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             self.ledger = Ledger(**state["ledger"])
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -175,6 +179,10 @@ class Search:
         self._cost = Flops(1.0).bind(self.graph.costs).cost
         self._first: FirstLayers = first_layers(model, example)
         self._counted: tuple[Tensor, int, int] | None = None
+
+    @property
+    def trained(self) -> nn.Module:
+        return self.sparse.net
 
     @property
     def searching(self) -> bool:

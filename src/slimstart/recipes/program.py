@@ -38,9 +38,11 @@ from slimstart.recipes.recording import make_record, structure_of
 from slimstart.recipes.runs import Run
 from slimstart.recipes.schedules import learning_rate
 from slimstart.recipes.watching import Interrupted, Status, Unwatched, Watcher
+from slimstart.structure import Flops
 
 logger = logging.getLogger(__name__)
 FORMAT = "slimstart.program/1"
+_KEYS = {"format", "recipe", "seed", "data", "method", "progress", "random"}
 NUM_CALIBRATION_BATCHES = 20
 
 
@@ -50,10 +52,15 @@ class Place:
 
     device: str = "auto"
     data_dir: Path | None = None
-    num_workers: int = 4  # that read image folders
+    workers: int = 4  # that read image folders
     download: bool = True
     checkpoint_seconds: float = 60.0
     timing_rounds: int = 20  # 0: step times are not measured
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "checkpoint_seconds", "timing_rounds"):
+            if not getattr(self, name) >= 0:  # NaN is not, either
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must not be negative")
 
 
 @dataclass
@@ -69,6 +76,8 @@ class Progress:
     search_steps: int = 0
     train_flops: int = 0  # up to the beginning of this epoch
     accuracy: float | None = None
+    peak_memory: int = 0
+    command: str = field(default_factory=surroundings.command)  # that began the run
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     history: list[records.Epoch] = field(default_factory=list)
 
@@ -99,7 +108,7 @@ class Program:
             device=self.device,
             validation=recipe.validation,
             image_size=recipe.image_size,
-            num_workers=self.place.num_workers,
+            num_workers=self.place.workers,
             download=self.place.download,
             progress=self.watcher.downloading,
         )
@@ -114,7 +123,7 @@ class Program:
         self.method = make_method(recipe, model, self.example, self.steps_per_epoch)
         self.progress = Progress()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._last_saved = self._last_shown = time.monotonic()
+        self._began = self._last_saved = self._last_shown = time.monotonic()
 
     def make_model(self) -> nn.Module:
         """The dense network, freshly initialised."""
@@ -139,14 +148,14 @@ class Program:
                 events.write(epoch)
                 self.run.write_metrics(self.progress.history)
                 self.watcher.epoch(epoch)
-                self._save_if_due()
+                self._save_if_due(stopping=self.watcher.stop_requested)
         return self._finish()
 
     def _train_epoch(self) -> None:
         progress = self.progress
+        self._began = time.monotonic()
         if self.method.searching and progress.epoch >= self.recipe.search_epochs:
             self.method.settle(self._calibration_batches())
-        began = time.monotonic()
         for images, labels in self.data.train.epoch(progress.epoch, start=progress.batch):
             self._set_learning_rate()
             progress.flops_sum += self.method.flops
@@ -156,15 +165,17 @@ class Program:
             loss = self.method.step(images, labels)
             self._loss_sum += loss
             progress.batch += 1
-            now = time.monotonic()
-            progress.seconds += now - began
-            if now - self._last_shown > 0.25:
+            if time.monotonic() - self._last_shown > 0.25:
                 self._show(loss)
-            if self.watcher.stop_requested:
-                self._save()
-                raise Interrupted
-            self._save_if_due()
-            began = time.monotonic()
+            self._save_if_due(stopping=self.watcher.stop_requested)
+        self._stop_the_clock()
+
+    def _stop_the_clock(self) -> None:
+        """Add what has passed since `_began` to the epoch's time, all work of the device included."""
+        self._check_finite()  # which waits for the device
+        now = time.monotonic()
+        self.progress.seconds += now - self._began
+        self._began = now
 
     def _end_epoch(self) -> records.Epoch:
         """Evaluate, and turn what was summed up into a row of the history."""
@@ -196,21 +207,22 @@ class Program:
         progress.epoch, progress.batch, progress.train_flops = done, 0, total
         progress.flops_sum, progress.seconds = 0, 0.0
         self._loss_sum.zero_()
+        self._began = time.monotonic()  # an evaluation is no training
         return epoch
 
     def _finish(self) -> records.Record:
         """The finished network, its accuracy and its record, all in the folder."""
+        self._began = time.monotonic()
         network = self.method.finish(self._calibration_batches())
+        self._stop_the_clock()
         loss, accuracy = evaluate(network, self.data, self.recipe.precision)
         if not math.isfinite(loss):
             raise NonFiniteLossError(f"the finished network's loss on the test images is {loss}; lower --lr")
-        memory = surroundings.peak_memory(self.device)
+        self._note_memory()
         files.save(network, self.run.network)
-        record = make_record(self, network, loss, accuracy, memory, self._time_steps(network))
+        record = make_record(self, network, loss, accuracy, self._time_steps(network))
         records.write(record, self.run.record)
         return record
-
-    # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _calibration_batches(self) -> Iterator[Batch]:
         """Training batches that belong to no epoch of the training."""
@@ -219,9 +231,16 @@ class Program:
     def _time_steps(self, network: nn.Module) -> StepTimes | None:
         if not self.place.timing_rounds:
             return None
+        recipe, own = self.recipe, flops(network, self.example)
+        # Half a FLOP more, so that rounding does not make it the next narrower network.
+        same = Flops(min(1.0, (own + 0.5) / self.dense_flops))
+        budget = recipe.parsed_budget if recipe.method == "narrow" and recipe.parsed_budget is not None else same
         batch = next(iter(self.data.train.epoch(0)))
-        ratio = flops(network, self.example) / self.dense_flops
-        return step_times(self.recipe, self.make_model, batch, ratio, self.place.timing_rounds)
+        try:
+            return step_times(recipe, self.make_model, batch, budget, self.place.timing_rounds)
+        except torch.OutOfMemoryError:  # the dense network may not fit where ours does
+            logger.warning("step times are not measured: the dense network beside ours needs more memory than there is")
+            return None
 
     # --- small print -------------------------------------------------------------------------------------------------
 
@@ -241,7 +260,7 @@ class Program:
         total = float(self._loss_sum)
         if not math.isfinite(total):
             raise NonFiniteLossError(
-                f"the loss is {total} in epoch {self.progress.epoch + 1}; lower --lr. "
+                f"the loss is {total} in epoch {self.progress.epoch + 1}; start anew with a lower --lr. "
                 f"The last good checkpoint is in {self.run.folder}"
             )
         return total
@@ -250,14 +269,15 @@ class Program:
         progress, per_epoch = self.progress, self.steps_per_epoch
         self._last_shown = time.monotonic()
         done, total = progress.epoch * per_epoch + progress.batch, self.recipe.total_epochs * per_epoch
-        seconds_per_step = progress.seconds / max(progress.batch, 1)
+        value = float(loss)  # waits for the device, so that the time is right
+        seconds_per_step = (progress.seconds + time.monotonic() - self._began) / max(progress.batch, 1)
         self.watcher.status(
             Status(
                 epoch=progress.epoch + 1,
                 phase=self._phase,
                 steps_done=done,
                 total_steps=total,
-                loss=float(loss),
+                loss=value,
                 accuracy=progress.accuracy,
                 flops_ratio=self.method.flops / self.dense_flops,
                 images_per_second=self.recipe.batch_size / max(seconds_per_step, 1e-9),
@@ -267,39 +287,55 @@ class Program:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save_if_due(self) -> None:
-        if time.monotonic() - self._last_saved >= self.place.checkpoint_seconds:
+    def _save_if_due(self, stopping: bool) -> None:
+        """Save when it is time, or when the user wants to stop."""
+        if stopping or time.monotonic() - self._last_saved >= self.place.checkpoint_seconds:
+            self._stop_the_clock()
             self._save()
+            self._began = self._last_saved = time.monotonic()
+        if stopping:
+            raise Interrupted
 
     def _save(self) -> None:
         self.progress.loss_sum = self._check_finite()
+        if not all(bool(parameter.isfinite().all()) for parameter in self.method.trained.parameters()):
+            raise NonFiniteLossError(
+                f"weights are not finite after batch {self.progress.batch} of epoch {self.progress.epoch + 1}; start "
+                f"anew with a lower --lr. The last good checkpoint is in {self.run.folder}"
+            )
+        self._note_memory()
         step = self.progress.epoch * self.steps_per_epoch + self.progress.batch
         self.run.save(
             {
                 "format": FORMAT,
                 "recipe": self.recipe.hash,
                 "seed": self.recipe.seed,
+                "data": self.data.digest,
                 "method": self.method.state_dict(),
                 "progress": dataclasses.asdict(self.progress),
                 "random": surroundings.random_state(self.device),
             },
             step,
         )
-        self._last_saved = time.monotonic()
+
+    def _note_memory(self) -> None:
+        self.progress.peak_memory = max(self.progress.peak_memory, surroundings.peak_memory(self.device))
 
     def _resume(self) -> None:
         state = self.run.latest()
         if state is None:
             return
-        if state.get("format") != FORMAT:
+        if not hasattr(state, "keys") or state.keys() != _KEYS or state["format"] != FORMAT:
             raise CheckpointError(f"the checkpoint in {self.run.folder} is not of this version ({FORMAT})")
         if (state["recipe"], state["seed"]) != (self.recipe.hash, self.recipe.seed):
             raise ConfigError(f"the checkpoint in {self.run.folder} belongs to another recipe or another version")
+        if state["data"] != self.data.digest:
+            raise ConfigError(f"the run in {self.run.folder} was begun with other data; give the same --data-dir")
         self.method.load_state_dict(state["method"])
         self.progress = _restored(state["progress"])
         self._loss_sum.fill_(self.progress.loss_sum)
         surroundings.set_random_state(state["random"], self.device)
-        logger.info("resumed at epoch %d, batch %d", self.progress.epoch + 1, self.progress.batch)
+        self.watcher.resumed(self.progress.epoch + 1, self.progress.batch)
 
 
 def _restored(state: Mapping[str, Any]) -> Progress:

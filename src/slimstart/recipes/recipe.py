@@ -70,6 +70,9 @@ class Recipe:
     seed: int = _setting(0, "of weights, batches and masks")
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if isinstance(field.default, float):  # lr=1 is 1.0, here and in a file, so that both have one hash
+                object.__setattr__(self, field.name, float(getattr(self, field.name)))
         if problems := list(_problems(self)):
             raise ConfigError("; ".join(problems))
 
@@ -134,7 +137,9 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"`budget` is {recipe.budget!r}, but the method dense has none; leave it out"
     if recipe.method != "dense" and recipe.budget is None:
         yield f"`budget` is missing; the method {recipe.method} needs one, such as flops=0.10"
-    if recipe.width != 1 and recipe.model not in models.MODELS:
+    if recipe.seed >= 2**63:
+        yield f"`seed` is {recipe.seed}; it must be less than 2**63"
+    if recipe.width != 1 and (models.is_factory(recipe.model) or recipe.model.startswith("timm:")):
         yield f"`width` is {recipe.width}, but {recipe.model} is no network of ours; build it as wide as you want it"
     if recipe.budget is not None:
         try:

@@ -15,20 +15,20 @@ from slimstart.accounting import flops
 from slimstart.accounting.train_cost import paper_saving
 from slimstart.recipes import surroundings
 from slimstart.recipes.measure import StepTimes
+from slimstart.structure import get_estimator
 
 if TYPE_CHECKING:
     from slimstart.recipes.program import Program
 
 
 def make_record(
-    program: Program, network: nn.Module, loss: float, accuracy: float, memory: int, times: StepTimes | None
+    program: Program, network: nn.Module, loss: float, accuracy: float, times: StepTimes | None
 ) -> records.Record:
     """The record of a run that is done.
 
     Args:
         network: the finished one.
         loss, accuracy: of it, on the test images.
-        memory: peak bytes of the training.
         times: None where they were not measured.
     """
     recipe, progress, ledger = program.recipe, program.progress, program.method.ledger
@@ -36,11 +36,12 @@ def make_record(
     own_params = sum(parameter.numel() for parameter in network.parameters())
     dense_train_flops = sum(epoch.dense_train_flops for epoch in progress.history)
     if progress.search_steps:
-        saving = paper_saving(program.dense_flops, progress.search_flops / progress.search_steps)
+        mean = progress.search_flops / progress.search_steps
+        saving = paper_saving(program.dense_flops, mean, get_estimator(recipe.estimator).num_masks)
     else:  # no second forward: 3 f_D / 3 f
         saving = program.dense_flops / own_flops
     return records.Record(
-        name=program.run.folder.name,
+        name=program.run.folder.resolve().name,
         method=recipe.method,
         model=recipe.model,
         data=recipe.data,
@@ -52,6 +53,7 @@ def make_record(
         batch_size=recipe.batch_size,
         config=dataclasses.asdict(recipe),
         config_hash=recipe.hash,
+        command=progress.command,
         **surroundings.facts(program.device),
         started=progress.started,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -68,13 +70,13 @@ def make_record(
         dense_train_flops=dense_train_flops,
         train_cost_saving=saving,
         executed_saving=dense_train_flops / ledger.total,
-        train_seconds=sum(epoch.seconds for epoch in progress.history),
+        train_seconds=sum(epoch.seconds for epoch in progress.history) + progress.seconds,  # and of finishing
         step_ms=None if times is None else times.total,
         step_forward_ms=None if times is None else times.forward,
         step_backward_ms=None if times is None else times.backward,
         dense_step_ms=None if times is None else times.dense,
         narrow_step_ms=None if times is None else times.narrow,
-        peak_memory_bytes=memory,
+        peak_memory_bytes=progress.peak_memory,
         history=tuple(progress.history),
     )
 

@@ -12,15 +12,15 @@ runs/NAME/
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from slimstart import atomic, checkpoints, records
 from slimstart.errors import CheckpointError, ConfigError
@@ -60,7 +60,7 @@ class Run:
             )
 
     def create(self, recipe: Recipe) -> None:
-        """Make the folder, with the recipe in it.
+        """Make the folder, with the recipe in it; where several processes may try, do it within `locked`.
 
         Raises:
             ConfigError: there is a run already, or the folder cannot be written to.
@@ -78,20 +78,28 @@ class Run:
             raise ConfigError(f"{self.folder} holds no run (there is no {self.config.name})")
         return recipes.read(self.config, own_model)
 
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from writing here; the lock goes when the process does, however it ends."""
+        """Keep other processes from writing here; the lock goes when the process does, however it ends.
+
+        Makes the folder, and removes it again if no run was made in it.
+        """
+        lock = self.folder / ".lock"
         try:
-            import fcntl
-        except ImportError:  # not on Windows
-            yield
-            return
-        with (self.folder / ".lock").open("w") as file:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = lock.open("w")
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
+        with file:
+            if not _lock(file):
+                raise ConfigError(f"another process is writing to {self.folder}; wait for it, or stop it")
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError(f"another process is writing to {self.folder}; wait for it, or stop it") from error
-            yield
+                yield
+            finally:
+                if not self.exists:
+                    lock.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # it holds something else
+                        self.folder.rmdir()
 
     def write_metrics(self, history: Sequence[records.Epoch]) -> None:
         """All rows anew: after a resume, rows that are to be repeated are gone."""
@@ -129,15 +137,38 @@ class Run:
             except CheckpointError as error:
                 logger.warning("%s; going back to the one before", error)
                 errors.append(error)
+                path.rename(path.with_suffix(".damaged"))  # so that it does not count among the last few
         if errors:
             raise CheckpointError(f"no checkpoint in {self._checkpoints} can be read; {errors[0]}")
         return None
 
 
-def unused(folder: Path) -> Path:
-    """The folder, or, where it is taken, the first of folder-2, folder-3, ... that is not."""
+def claim(folder: Path) -> Path:
+    """Make the folder, or, where it is taken, the first of folder-2, folder-3, ... that is not.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     candidate, number = folder, 1
-    while candidate.exists():
-        number += 1
-        candidate = folder.with_name(f"{folder.name}-{number}")
-    return candidate
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            number += 1
+            candidate = folder.with_name(f"{folder.name}-{number}")
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made: {error}; choose another --out") from error
+
+
+def _lock(file: IO[str]) -> bool:
+    """Whether this process holds the file now; on Windows nobody asks."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -18,6 +18,12 @@ from slimstart.errors import ConfigError
 from slimstart.version import __version__
 
 
+def command() -> str:
+    """What was typed."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["slimstart" if name == "__main__.py" else name, *sys.argv[1:]])
+
+
 def find_device(name: str) -> torch.device:
     """The device of that name; "auto" is the GPU where there is one.
 
@@ -28,6 +34,8 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it is neither a CPU nor a CUDA device")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
@@ -72,7 +80,6 @@ def facts(device: torch.device) -> dict[str, Any]:
     """The fields of a record that say with what, and on what, it was made."""
     on_cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
-        "command": shlex.join([_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "version": __version__,
         "device": device.type,
@@ -80,11 +87,6 @@ def facts(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _program() -> str:
-    name = Path(sys.argv[0]).name
-    return "slimstart" if name == "__main__.py" else name
 
 
 def _commit() -> str | None:

@@ -39,6 +39,9 @@ class Watcher(Protocol):
     def downloading(self, done: int, total: int | None) -> None:
         """Bytes of a download."""
 
+    def resumed(self, epoch: int, batch: int) -> None:
+        """The run goes on in this epoch, behind so many batches."""
+
 
 class Unwatched:
     """Nobody looks on."""
@@ -50,6 +53,8 @@ class Unwatched:
     def epoch(self, epoch: Epoch) -> None: ...
 
     def downloading(self, done: int, total: int | None) -> None: ...
+
+    def resumed(self, epoch: int, batch: int) -> None: ...
 
 
 class Interrupted(Exception):  # noqa: N818  no error: a wish of the user's

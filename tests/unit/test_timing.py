@@ -1,0 +1,60 @@
+"""Step times: totals without waits in between, shares by part, and draws as often as a training makes them."""
+
+import time
+
+import pytest
+import torch
+
+from slimstart import models
+from slimstart.accounting.timing import Step, Stopwatch, compare
+from slimstart.recipes.measure import step_times
+from slimstart.recipes.recipe import Recipe
+from slimstart.structure import Flops
+from slimstart.training import SparseTraining
+
+
+def sleeping(first: float, second: float) -> Step:
+    def step(watch: Stopwatch) -> None:
+        time.sleep(first)
+        watch.lap("a")
+        time.sleep(second)
+        watch.lap("b")
+
+    return step
+
+
+def test_medians_and_parts() -> None:
+    times = compare({"x": sleeping(0.01, 0.03), "y": sleeping(0.02, 0.0)}, torch.device("cpu"), rounds=5, seconds=10)
+    assert times["x"]["total"] == pytest.approx(40, rel=0.3)
+    assert times["x"]["a"] + times["x"]["b"] == pytest.approx(times["x"]["total"])
+    assert times["x"]["b"] / times["x"]["a"] == pytest.approx(3, rel=0.3)
+    assert times["x"]["total"] / times["y"]["total"] == pytest.approx(2, rel=0.3)
+
+
+def test_it_stops_in_time() -> None:
+    began = time.perf_counter()
+    compare({"x": sleeping(0.05, 0.0)}, torch.device("cpu"), rounds=1000, seconds=0.3)
+    assert time.perf_counter() - began < 2
+
+
+@pytest.mark.parametrize("resample_every", [1, 2, 3])
+def test_a_held_step_draws_nothing(resample_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = []
+    original = SparseTraining.resample
+
+    def counted(self: SparseTraining) -> None:
+        draws.append(1)
+        original(self)
+
+    monkeypatch.setattr(SparseTraining, "resample", counted)
+    recipe = Recipe(model="small", width=0.125, budget="flops=0.3", resample_every=resample_every)
+
+    def make() -> torch.nn.Module:
+        return models.build("small", num_classes=10, in_channels=1, width=0.125)
+
+    batch = torch.randn(4, 1, 28, 28), torch.randint(0, 10, (4,))
+    times = step_times(recipe, make, batch, Flops(0.3), rounds=2)
+    assert len(draws) == 6  # two for each of three rounds: one for the total, one for the parts
+    assert times.forward + times.backward < times.total
+    assert times.dense is not None
+    assert times.narrow is not None
