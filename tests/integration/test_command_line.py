@@ -228,6 +228,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         main()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
     process = command("train", *TINY, "--out", tmp_path / "run")
     assert process.stdout is not None

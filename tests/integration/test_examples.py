@@ -44,6 +44,7 @@ def test_the_network_of_ones_own_is_trained_as_its_comment_says(
     assert slimstart.flops(small, torch.zeros(1, 3, 32, 32)) == record.flops
 
 
+@pytest.mark.slow
 def test_the_training_loop_gives_a_network_within_its_budget(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

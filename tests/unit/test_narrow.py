@@ -59,6 +59,7 @@ def test_an_impossible_budget_is_refused() -> None:
         uniform_mask(graph, Flops(1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if (entry.min_coverage or 0) > 0.9])
 def test_any_network_can_be_narrowed(name: str) -> None:
     model, inputs = ZOO[name].factory(), ZOO[name].example_inputs()
