@@ -17,9 +17,10 @@ import torch
 from slimstart import records
 from slimstart.cli import main
 from slimstart.cli.display import console
-from slimstart.recipes.program import Place, Program
+from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.runs import Run
+from slimstart.recipes.surroundings import Place
 from tests.integration.test_program import outcome
 
 OWN = "tests.tiny_networks:with_dropout"

@@ -13,9 +13,10 @@ import torch
 from slimstart import checkpoints, files, flops, records
 from slimstart.errors import BudgetError, CheckpointError, ConfigError, NonFiniteLossError
 from slimstart.recipes.evaluation import evaluate
-from slimstart.recipes.program import Place, Program
+from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import Recipe, make_model, merged
 from slimstart.recipes.runs import Run, claim
+from slimstart.recipes.surroundings import Place
 from slimstart.recipes.watching import Interrupted, Unwatched
 
 OWN = "tests.tiny_networks:with_dropout"
@@ -111,14 +112,14 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
     assert [epoch.phase for epoch in record.history] == ["search", "search", "train", "finetune"]
     assert [epoch.epoch for epoch in record.history] == [1, 2, 3, 4]
     assert record.history[-1].lr == TINY.finetune_lr
-    # 28 x 28 with stride 2, twice: 14 x 14 and 7 x 7
-    dense = 9 * 8 * 196 + 9 * 8 * 16 * 49 + 160
+    # 28 x 28 with stride 4, then 2: 7 x 7 and 4 x 4
+    dense = 9 * 8 * 49 + 9 * 8 * 16 * 16 + 160
     assert record.dense_flops == dense
     assert record.dense_params == (9 * 8 + 8 + 16) + (9 * 8 * 16 + 16 + 32) + 170
-    assert record.dense_train_flops == 4 * 6 * 1000 * (3 * dense - 9 * 8 * 196)
+    assert record.dense_train_flops == 4 * 6 * 1000 * (3 * dense - 9 * 8 * 49)
     a, b, c = (layer.width for layer in record.layers)
     assert ([layer.name for layer in record.layers], c) == (["0", "3", "9"], 10)
-    assert record.flops == 9 * a * 196 + 9 * a * b * 49 + 10 * b <= 0.4 * dense
+    assert record.flops == 9 * a * 49 + 9 * a * b * 16 + 10 * b <= 0.4 * dense
     assert record.params == (10 * a + 2 * a) + (9 * a * b + 3 * b) + 10 * b + 10
     assert record.flops_ratio == record.flops / dense
     assert sum(epoch.train_flops for epoch in record.history) <= record.train_flops

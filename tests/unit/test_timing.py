@@ -9,7 +9,6 @@ from slimstart import models
 from slimstart.accounting.timing import Step, Stopwatch, compare
 from slimstart.recipes.measure import step_times
 from slimstart.recipes.recipe import Recipe
-from slimstart.structure import Flops
 from slimstart.training import SparseTraining
 
 
@@ -53,7 +52,7 @@ def test_a_held_step_draws_nothing(resample_every: int, monkeypatch: pytest.Monk
         return models.build("small", num_classes=10, in_channels=1, width=0.125)
 
     batch = torch.randn(4, 1, 28, 28), torch.randint(0, 10, (4,))
-    times = step_times(recipe, make, batch, Flops(0.3), rounds=2)
+    times = step_times(recipe, make, batch, own_flops=30, dense_flops=100, rounds=2)
     assert len(draws) == 6  # two for each of three rounds: one for the total, one for the parts
     assert times.forward + times.backward < times.total
     assert times.dense is not None

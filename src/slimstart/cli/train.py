@@ -17,8 +17,8 @@ from slimstart.errors import ConfigError
 from slimstart.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
-    from slimstart.recipes.program import Place
     from slimstart.recipes.runs import Run
+    from slimstart.recipes.surroundings import Place
     from slimstart.records import Record
 
 RECIPE_PANEL = "What is trained (each overrides the recipe)"
@@ -74,8 +74,9 @@ def train(
     A recipe says what is trained; any of its settings can be given here too. Ctrl-C saves and stops.
     """
     from slimstart import records
-    from slimstart.recipes.program import Place, Program
+    from slimstart.recipes.program import Program
     from slimstart.recipes.runs import Run
+    from slimstart.recipes.surroundings import Place
     from slimstart.recipes.watching import Interrupted
 
     given = {name: value for name, value in options.items() if value is not None}

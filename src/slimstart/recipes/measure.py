@@ -15,7 +15,7 @@ from slimstart.errors import BudgetError
 from slimstart.graph import trace
 from slimstart.recipes.methods import Batch, Loss, Search, sgd
 from slimstart.recipes.recipe import Recipe, merged
-from slimstart.structure import Budget
+from slimstart.structure import Flops
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,25 @@ def step_times(
     recipe: Recipe,
     make_model: Callable[[], nn.Module],
     batch: Batch,
-    narrow_budget: Budget,
+    own_flops: int,
+    dense_flops: int,
     rounds: int = 20,
     seconds: float = 10.0,
 ) -> StepTimes:
     """Measure steps of fresh networks on one batch.
 
     Args:
-        narrow_budget: of the hand-narrowed network.
+        own_flops: of the finished network; the hand-narrowed one has as many.
+        dense_flops: of the dense one.
     """
     steps: dict[str, Step] = {"dense": _plain_step(recipe, make_model(), batch)}
     if recipe.method != "dense":
         model = make_model()
         graph = trace(model, batch[0][:1], coupling="stream")
+        # Half a FLOP more, so that rounding does not make it the next narrower network.
+        budget = Flops(min(1.0, (own_flops + 0.5) / dense_flops))
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            steps["narrow"] = _plain_step(recipe, narrow(model, graph, narrow_budget), batch)
+            steps["narrow"] = _plain_step(recipe, narrow(model, graph, budget), batch)
     if recipe.method == "slimstart":
         held_long = recipe.resample_every > 1  # then draws are made by hand, so that a held step makes none
         endless = merged(recipe, {"resample_every": 10**9 if held_long else 1})

@@ -13,12 +13,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,53 +29,18 @@ from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.events import Events
 from slimstart.recipes.measure import StepTimes, step_times
 from slimstart.recipes.methods import Batch, make_method
+from slimstart.recipes.progress import Progress
 from slimstart.recipes.recipe import Recipe, make_model
 from slimstart.recipes.recording import make_record, structure_of
 from slimstart.recipes.runs import Run
 from slimstart.recipes.schedules import learning_rate
+from slimstart.recipes.surroundings import Place
 from slimstart.recipes.watching import Interrupted, Status, Unwatched, Watcher
-from slimstart.structure import Flops
 
 logger = logging.getLogger(__name__)
 FORMAT = "slimstart.program/1"
 _KEYS = {"format", "recipe", "seed", "data", "method", "progress", "random"}
 NUM_CALIBRATION_BATCHES = 20
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where and how a run computes; none of it is meant to change a result."""
-
-    device: str = "auto"
-    data_dir: Path | None = None
-    workers: int = 4  # that read image folders
-    download: bool = True
-    checkpoint_seconds: float = 60.0
-    timing_rounds: int = 20  # 0: step times are not measured
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "checkpoint_seconds", "timing_rounds"):
-            if not getattr(self, name) >= 0:  # NaN is not, either
-                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must not be negative")
-
-
-@dataclass
-class Progress:
-    """How far a run is; with the method's state, all that a checkpoint holds."""
-
-    epoch: int = 0  # from 0
-    batch: int = 0  # of this epoch: the next one
-    loss_sum: float = 0.0
-    flops_sum: int = 0  # of the trained network, over the steps of this epoch
-    seconds: float = 0.0  # of this epoch, training alone
-    search_flops: int = 0  # of the trained network, over all search steps
-    search_steps: int = 0
-    train_flops: int = 0  # up to the beginning of this epoch
-    accuracy: float | None = None
-    peak_memory: int = 0
-    command: str = field(default_factory=surroundings.command)  # that began the run
-    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    history: list[records.Epoch] = field(default_factory=list)
 
 
 class Program:
@@ -231,13 +192,10 @@ class Program:
     def _time_steps(self, network: nn.Module) -> StepTimes | None:
         if not self.place.timing_rounds:
             return None
-        recipe, own = self.recipe, flops(network, self.example)
-        # Half a FLOP more, so that rounding does not make it the next narrower network.
-        same = Flops(min(1.0, (own + 0.5) / self.dense_flops))
-        budget = recipe.parsed_budget if recipe.method == "narrow" and recipe.parsed_budget is not None else same
         batch = next(iter(self.data.train.epoch(0)))
+        own, rounds = flops(network, self.example), self.place.timing_rounds
         try:
-            return step_times(recipe, self.make_model, batch, budget, self.place.timing_rounds)
+            return step_times(self.recipe, self.make_model, batch, own, self.dense_flops, rounds)
         except torch.OutOfMemoryError:  # the dense network may not fit where ours does
             logger.warning("step times are not measured: the dense network beside ours needs more memory than there is")
             return None
@@ -332,16 +290,7 @@ class Program:
         if state["data"] != self.data.digest:
             raise ConfigError(f"the run in {self.run.folder} was begun with other data; give the same --data-dir")
         self.method.load_state_dict(state["method"])
-        self.progress = _restored(state["progress"])
+        self.progress = Progress.restored(state["progress"])
         self._loss_sum.fill_(self.progress.loss_sum)
         surroundings.set_random_state(state["random"], self.device)
         self.watcher.resumed(self.progress.epoch + 1, self.progress.batch)
-
-
-def _restored(state: Mapping[str, Any]) -> Progress:
-    history = [records.from_plain(records.Epoch, _lists(epoch)) for epoch in state["history"]]
-    return Progress(**{**state, "history": history})
-
-
-def _lists(epoch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in epoch.items()}

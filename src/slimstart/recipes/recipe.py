@@ -1,6 +1,6 @@
 """A recipe: everything that decides what a run computes, as one flat frozen dataclass. Presets are recipes with a name.
 
-Where a run computes (device, folders, worker processes) is no part of it: see `program.Place`.
+Where a run computes (device, folders, worker processes) is no part of it: see `surroundings.Place`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run finds around it: device, precision switches, generators, memory, and the facts for its record."""
+"""What is around a run: where it computes, precision switches, generators, memory, and the facts for its record."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,23 @@ from torch import Tensor
 
 from slimstart.errors import ConfigError
 from slimstart.version import __version__
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a run computes; none of it is meant to change a result."""
+
+    device: str = "auto"
+    data_dir: Path | None = None
+    workers: int = 4  # that read image folders
+    download: bool = True
+    checkpoint_seconds: float = 60.0
+    timing_rounds: int = 20  # 0: step times are not measured
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "checkpoint_seconds", "timing_rounds"):
+            if not getattr(self, name) >= 0:  # NaN is not, either
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must not be negative")
 
 
 def command() -> str:
