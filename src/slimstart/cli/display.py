@@ -120,7 +120,7 @@ def show_records(records: Sequence[Record]) -> None:
     from slimstart.reports import COLUMNS, by_network, summarise
 
     for network, rows in by_network(summarise(records)).items():
-        console.print(f"\n{network}", markup=False)
+        console.print(network, markup=False)
         cells = [[column.title, *(column.cell(row) for row in rows)] for column in COLUMNS]
         if len(rows) > 3:
             cells = [list(row) for row in zip(*cells, strict=True)]
