@@ -43,7 +43,12 @@ def measure(resample_every: int, args: argparse.Namespace) -> dict[str, float | 
     images, labels = torch.randn(args.batch_size, 3, 32, 32), torch.randint(0, 10, (args.batch_size,))
     dense_flops = slimstart.flops(model, images[:1])
     sparse = slimstart.SparseTraining(
-        model, sgd(model), images[:1], budget=slimstart.Flops(args.flops), resample_every=resample_every
+        model,
+        sgd(model),
+        images[:1],
+        budget=slimstart.Flops(args.flops),
+        resample_every=resample_every,
+        align=args.align,
     )
     steps = max(1, min(resample_every, args.window))
     ours, narrow, ratios, flops = [], [], [], []
@@ -88,6 +93,7 @@ def main() -> None:
     parser.add_argument("--resample-every", type=int, nargs="+", default=[1, 50])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--window", type=int, default=50, help="at most so many steps per round")
+    parser.add_argument("--align", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [measure(every, args) for every in args.resample_every]
@@ -97,7 +103,7 @@ def main() -> None:
             f"{row['ratio']:.2f}x ({row['ratio_lowest']:.2f} to {row['ratio_highest']:.2f})"
         )
     if args.out:
-        records.write(args.out, "step_time", rows, model="vgg19", batch_size=args.batch_size)
+        records.write(args.out, "step_time", rows, model="vgg19", batch_size=args.batch_size, align=args.align)
 
 
 if __name__ == "__main__":

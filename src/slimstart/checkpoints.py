@@ -17,7 +17,7 @@ from slimstart import atomic
 from slimstart.errors import CheckpointError
 
 FORMAT = "slimstart.training/1"
-_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "policy", "model"}
+_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "policy", "model"}
 _KEYS |= {"optimizer", "random"}
 
 
@@ -74,6 +74,8 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             _check_seal(file)
             file.seek(0)
             state: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except MemoryError:  # no fault of the file's
+        raise
     except Exception as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be read as a checkpoint: {error}") from error
     return state
@@ -114,6 +116,9 @@ def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.S
     masks, own_masks = state["masks"], own["masks"]
     if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape[1:] != own_masks.shape[1:]:
         raise CheckpointError("the state dict's masks do not fit the network")
+    room = state["room"]
+    if not isinstance(room, Tensor) or room.dtype != torch.int64 or room.shape != own["room"].shape:
+        raise CheckpointError("the state dict's room for units does not fit the network")
     optimizer = state["optimizer"]
     if missing := sorted({"state", "param_groups"} - optimizer.keys()):
         raise CheckpointError(f"the state dict's optimizer lacks {', '.join(missing)}; it is incomplete")

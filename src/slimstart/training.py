@@ -31,6 +31,7 @@ from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy
 from slimstart.subnet import OptimizerLink, Subnet, recalibrate, trace_verified
+from slimstart.subnet.slots import Slots
 from slimstart.subnet.state_hooks import keep_dense
 
 
@@ -52,7 +53,8 @@ class SparseTraining:
         structure_lr: Adam's learning rate for s; the paper: 12e-3.
         resample_every: steps for which a sub-network is held. Only the first of them updates s: after it the weights
             have been trained for this mask, and the two losses no longer compare.
-        align: widths are multiples of this; only 1 for now.
+        align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
+            with zeros that stay zero. 1: no padding.
         total_steps: if given, `structure_lr` falls to 0 over so many steps along a cosine.
         seed: of the masks.
         keep: names of modules or parameters to leave whole.
@@ -84,8 +86,8 @@ class SparseTraining:
     ) -> None:
         if resample_every < 1:
             raise ValueError(f"`resample_every` is {resample_every}; it must be at least 1")
-        if align != 1:
-            raise ValueError(f"`align` is {align}; this version has no padding, so it must be 1")
+        if align < 1:
+            raise ValueError(f"`align` is {align}; it must be at least 1")
         if (budget is None) == (policy is None):
             raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
         self.graph: ChannelGraph = trace_verified(model, example_inputs, coupling, keep)
@@ -106,6 +108,7 @@ class SparseTraining:
         self.settled = False
         self._held_steps = 0  # since the last draw
         self._net, self._reference = Subnet(model, self.graph), Subnet(model, self.graph)
+        self._slots = Slots(self.graph.costs, align)
         named = dict(model.named_parameters())
         self._link = OptimizerLink(optimizer, {name: named[name] for name in self.graph.tensors if name in named})
         self._masks = self.policy.draw()
@@ -157,8 +160,8 @@ class SparseTraining:
         """The other networks of the draw, one after the other; none where no reference is needed."""
         if not self.needs_reference:
             return
-        for mask in self._masks[1:]:
-            self._reference.load(self.graph.select(mask))
+        for mask, frame in zip(self._masks[1:], self._frames[1:], strict=True):
+            self._reference.load(self.graph.select_within(mask, frame))
             yield self._reference.module
 
     @property
@@ -214,7 +217,8 @@ class SparseTraining:
         self._link.store(self._net.selection)
 
     def _point(self) -> None:
-        selection = self.graph.select(self._masks[0])
+        self._frames = self._slots.frames(self._masks)
+        selection = self.graph.select_within(self._masks[0], self._frames[0])
         self._net.load(selection)
         self._link.point(self._net.parameters, selection)
         self._held_steps = 0
@@ -229,13 +233,22 @@ class SparseTraining:
     @property
     def mask(self) -> Tensor:
         """m: which units `net` has."""
-        assert self._net.selection is not None
-        return self._net.selection.mask.clone()
+        return self.graph.costs.at_least_one(self._masks[0])
+
+    @property
+    def frame(self) -> Tensor:
+        """Which units `net` has room for: those of `mask` and, with `align` > 1, others that are zero in it."""
+        return self._frames[0].clone()
 
     @property
     def reference_masks(self) -> Tensor:
         """m': the other masks of the draw, one row each, as they were drawn; none where no reference is needed."""
         return self._masks[1:].clone() if self.needs_reference else self._masks[:0]
+
+    @property
+    def reference_frames(self) -> Tensor:
+        """The frames of the reference networks; see `frame`."""
+        return self._frames[1:].clone() if self.needs_reference else self._frames[:0]
 
     @property
     def expected_cost(self) -> float:
@@ -321,6 +334,7 @@ class SparseTraining:
             "held_steps": self._held_steps,
             "settled": self.settled,
             "masks": self._masks.clone(),
+            "room": self._slots.room.clone(),
             "policy": self.policy.state_dict(),
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
@@ -336,6 +350,7 @@ class SparseTraining:
         checkpoints.check(state, own=self.state_dict(), parameter_shapes=self._link.dense_shapes)
         self.policy.load_state_dict(state["policy"])
         self._masks, self.settled = state["masks"].clone(), bool(state["settled"])
+        self._slots.room = state["room"].clone()
         self.model.load_state_dict(state["model"])
         self._point()
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

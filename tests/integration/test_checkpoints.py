@@ -329,7 +329,7 @@ def test_a_missing_key_within(part: str, key: str, differences: Any) -> None:
 def test_every_key_is_expected() -> None:
     """The list above is whole."""
     assert set(training().state_dict()) == {
-        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "policy", "model",
+        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "policy", "model",
         "optimizer", "random",
     }  # fmt: skip
 

@@ -250,7 +250,7 @@ def test_folders_that_do_not_fit_are_refused(slimstart: Slimstart, trained: Path
     assert (trained / "report.html").is_file()  # killed between record and report: made up for
     (tmp_path / "file").write_text("")
     status, _, errors = slimstart("train", *TINY, "--out", "file/run")
-    assert (status, "cannot be written to" in errors) == (2, True)
+    assert (status, "file/run cannot be made" in errors) == (2, True)
     status, _, errors = slimstart("evaluate", "file")
     assert (status, "holds no run" in errors) == (2, True)
     Run(tmp_path / "begun").create(Run(trained).recipe(OWN))

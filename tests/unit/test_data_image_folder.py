@@ -36,6 +36,16 @@ def pixels(images: torch.Tensor) -> np.ndarray:
     return 255 * (images.permute(0, 2, 3, 1).numpy() * STD + MEAN)
 
 
+def test_other_files_have_another_digest(folder: Path, tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "same")
+    write_image_folder(tmp_path / "other", classes="abd")
+    write_image_folder(tmp_path / "more", num_train=7)
+    digests = [images_of(root).digest for root in (folder, *(tmp_path / name for name in ("same", "other", "more")))]
+    assert digests[0] == digests[1]
+    assert len(set(digests[1:])) == 3
+    assert images_of(folder, validation=4).digest != digests[0]
+
+
 def test_what_is_found(folder: Path) -> None:
     data = images_of(folder)
     assert (data.name, data.num_classes, data.image_shape) == ("image_folder", 3, (3, 16, 16))

@@ -131,6 +131,12 @@ def test_a_preset_is_the_same_out_of_its_file(name: str, tmp_path: Path) -> None
     assert read(tmp_path / "config.toml").hash == preset(name).hash
 
 
+@pytest.mark.parametrize("wrong", ["x", None, 10**400])
+def test_what_is_no_number(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`lr` is .* must be a number"):
+        Recipe(lr=wrong)
+
+
 def test_whole_numbers_are_the_floats_that_a_file_makes_of_them() -> None:
     assert Recipe(lr=1, warmup_epochs=5).hash == Recipe(lr=1.0, warmup_epochs=5.0).hash  # type: ignore[arg-type]
 

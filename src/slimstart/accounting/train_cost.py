@@ -99,6 +99,6 @@ def first_layers(model: nn.Module, example_inputs: Any) -> FirstLayers:
 
 def _num_filters(layer: nn.Module) -> int:
     """Output channels of a convolution or a linear layer; 0 for anything else, blocks with such an attribute too."""
-    if any(True for _ in layer.children()):
+    if any(name != "parametrizations" for name, _ in layer.named_children()):
         return 0
     return int(getattr(layer, "out_channels", 0) or getattr(layer, "out_features", 0))

@@ -84,7 +84,8 @@ def train(
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
     run = Run(out) if out is not None else _new_run(recipe, _chosen(recipe, given))
     with run.locked():
-        if resume and run.exists:
+        going_on = resume and run.exists
+        if going_on:
             chosen = run.recipe(given.get("model"))
             _refuse_changes(chosen, given, recipe)
         else:
@@ -99,7 +100,7 @@ def train(
             try:
                 with display:
                     program = Program(chosen, run, place, display)
-                    if not run.exists:  # only now: whatever can be refused has been
+                    if not going_on:  # only now: whatever can be refused has been
                         run.create(chosen)
                     what = f"training {chosen.model} on {chosen.data} ({chosen.method}) in {run.folder}"
                     console.print(what, markup=False)
@@ -137,11 +138,11 @@ def _chosen(name: str | None, given: dict[str, Any]) -> Recipe:
 
 
 def _new_run(name: str | None, recipe: Recipe) -> Run:
-    from slimstart.recipes.runs import Run, claim
+    from slimstart.recipes.runs import claim
 
     stem = f"{recipe.model}-{recipe.data}" if name is None else Path(name).name.removesuffix(".toml")
     suffix = "" if recipe.method == "slimstart" else f"-{recipe.method}"
-    return Run(claim(Path("runs") / f"{stem}{suffix}".replace(":", "-").replace("/", "-")))
+    return claim(Path("runs") / f"{stem}{suffix}".replace(":", "-").replace("/", "-"))
 
 
 def _refuse_changes(recipe: Recipe, given: dict[str, Any], name: str | None) -> None:

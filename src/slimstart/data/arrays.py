@@ -55,7 +55,7 @@ class ArraySet:
             image_shape=(images.shape[1], images.shape[2], images.shape[3]),
             train=Augmented(*train, batch_size, normalise, self.padding, seed, device),
             test=InOrder(*test, TEST_BATCHES * batch_size, normalise, device),
-            digest=digest_of(train[1], test[1]),
+            digest=digest_of(train[1].numpy(), test[1].numpy()),
         )
 
 

@@ -52,14 +52,14 @@ class ImageData:
     image_shape: tuple[int, int, int]
     train: Batches
     test: Batches
-    digest: str  # of the labels, in their order: tells whether a run goes on with the data that it began with
+    digest: str  # of the labels in their order, or of the files' names: a run goes on with the data it began with
 
 
-def digest_of(*labels: Tensor) -> str:
-    """A short name of these labels in this order."""
+def digest_of(*arrays: np.ndarray) -> str:
+    """A short name of these labels, or names of files, in this order."""
     found = hashlib.sha256()
-    for one in labels:
-        found.update(one.cpu().numpy().astype("<i8").tobytes() + b"|")
+    for array in arrays:
+        found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return found.hexdigest()[:16]
 
 

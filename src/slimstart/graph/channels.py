@@ -126,6 +126,20 @@ class ChannelGraph:
         happens = padded[self.costs.events].any(dim=1)
         return Selection(self, mask, torch.cat([happens, happens.new_ones(1)]))
 
+    def select_within(self, mask: Tensor, frame: Tensor) -> Selection:
+        """What stays under a mask, in a frame that may keep more units: the others are zeros in it.
+
+        Args:
+            frame: bool tensor of shape (num_units,), true wherever `mask` is.
+        """
+        inner = self.select(mask)
+        if torch.equal(inner.mask, frame):
+            return inner
+        outer = self.select(frame)
+        if bool((inner.mask & ~outer.mask).any()):
+            raise ValueError("`frame` must keep every unit that `mask` keeps")
+        return PaddedSelection(self, outer.mask, outer.happens, inner=inner)
+
     def __str__(self) -> str:
         lines = [
             f"ChannelGraph: {self.num_units} units in {len(self.groups)} groups, coupling={self.coupling!r}, "
@@ -235,6 +249,51 @@ class Selection:
             indices = self.indices(name, dense.device)
             self._flat[key] = (indices[0][:, None] * dense.shape[1] + indices[1]).view(-1)
         return dense.view(dense.shape[0] * dense.shape[1], dense.shape[2:].numel()), self._flat[key]
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedSelection(Selection):
+    """A selection in a wider frame: some units come along as passengers, as zeros that stay zero.
+
+    Shapes, attributes and ports are those of `mask`, the frame; values are those of `inner`, what is really kept. All
+    entries of a passenger are zero (its filter, its normalisation row, its readers' columns), so it computes zero and
+    is never stored.
+    """
+
+    inner: Selection = field(kw_only=True)
+
+    def gather(self, name: str, dense: Tensor) -> Tensor:
+        """The entries of `dense` within the frame, zero where they are passengers'."""
+        framed = super().gather(name, dense)
+        for dim, absent in self.absent(name, dense.device).items():
+            framed = framed.index_fill(dim, absent, 0)
+        return framed
+
+    def scatter_(self, name: str, dense: Tensor, narrow: Tensor) -> Tensor:
+        """Write what is really kept over the entries of `dense`, in place; passengers are left behind."""
+        for dim, real in self._places(name, dense.device, passengers=False).items():
+            narrow = narrow.index_select(dim, real)
+        return self.inner.scatter_(name, dense, narrow)
+
+    def absent(self, name: str, device: torch.device = _CPU) -> dict[int, Tensor]:
+        """{dimension: places of passengers in the narrow tensor}, where there are some."""
+        return self._places(name, device, passengers=True)
+
+    def _places(self, name: str, device: torch.device, passengers: bool) -> dict[int, Tensor]:
+        found = {piece.dim: self._along(piece.axis, device) for piece in self.graph.tensors.get(name, ())}
+        return {dim: places[passengers] for dim, places in found.items() if places[True].numel()}
+
+    def _along(self, axis: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Places along an axis of the frame: of what is really kept, and of passengers."""
+        if (axis, device) not in self._found:
+            real = self.inner.present(axis)[self.present(axis)]
+            both = real.nonzero().squeeze(1), (~real).nonzero().squeeze(1)
+            self._found[axis, device] = both[0].to(device), both[1].to(device)
+        return self._found[axis, device]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, torch.device], tuple[Tensor, Tensor]]:
+        return {}
 
 
 def _is_convolution(indices: Mapping[int, Tensor], tensor: Tensor) -> bool:

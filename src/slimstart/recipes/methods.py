@@ -50,10 +50,6 @@ class Method(Protocol):
     ledger: Ledger
 
     @property
-    def trained(self) -> nn.Module:
-        """The network that the next step trains."""
-
-    @property
     def flops(self) -> int:
         """FLOPs of one image through the network that the next step trains."""
 
@@ -117,14 +113,14 @@ class Fixed:
     expected_cost = None
 
     def __init__(self, recipe: Recipe, graph: ChannelGraph, network: nn.Module, example: Tensor) -> None:
-        self.graph, self.trained, self.loss_fn = graph, network, Loss(recipe)
+        self.graph, self.network, self.loss_fn = graph, network, Loss(recipe)
         self.optimizer = sgd(recipe, network)
         self.ledger = Ledger()
         self.flops = flops(network, example)
         self._input_gradient = first_layers(network, example).input_gradient()
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss_fn(self.trained, images, labels)
+        loss = self.loss_fn(self.network, images, labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -135,21 +131,21 @@ class Fixed:
         pass
 
     def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
-        return self.trained
+        return self.network
 
     def finish(self, batches: Iterable[Batch]) -> nn.Module:
-        return self.trained
+        return self.network
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "network": {name: tensor.clone() for name, tensor in self.trained.state_dict().items()},
+            "network": {name: tensor.clone() for name, tensor in self.network.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "ledger": asdict(self.ledger),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         try:
-            self.trained.load_state_dict(state["network"])
+            self.network.load_state_dict(state["network"])
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             self.ledger = Ledger(**state["ledger"])
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -172,17 +168,23 @@ class Search:
             structure_lr=recipe.structure_lr,
             resample_every=recipe.resample_every,
             total_steps=max(1, recipe.search_epochs * steps_per_epoch),
+            align=recipe.align,
             seed=recipe.seed,
         )
         self.graph = self.sparse.graph
         self.ledger = Ledger()
-        self._cost = Flops(1.0).bind(self.graph.costs).cost
+        self._exact_cost = Flops(1.0).bind(self.graph.costs).cost
+        self._known: dict[bytes, int] = {}
         self._first: FirstLayers = first_layers(model, example)
-        self._counted: tuple[Tensor, int, int] | None = None
 
-    @property
-    def trained(self) -> nn.Module:
-        return self.sparse.net
+    def _cost(self, mask: Tensor) -> int:
+        """FLOPs of one image under a mask; those of the present draw are asked for again and again."""
+        key = mask.numpy().tobytes()
+        if key not in self._known:
+            if len(self._known) >= 4:
+                self._known.clear()
+            self._known[key] = self._exact_cost(mask)
+        return self._known[key]
 
     @property
     def searching(self) -> bool:
@@ -198,22 +200,16 @@ class Search:
 
     @property
     def flops(self) -> int:
-        return self._costs()[0]
-
-    def _costs(self) -> tuple[int, int]:
-        """FLOPs of a forward through `net`, and those that its backward saves; counted once per draw."""
-        mask = self.sparse.mask
-        if self._counted is None or not torch.equal(self._counted[0], mask):
-            filters = self.graph.filters
-            kept = {name: _num_kept(filters[name], mask) for name in self._first.filters if name in filters}
-            self._counted = mask, self._cost(mask), self._first.input_gradient({**self._first.filters, **kept})
-        return self._counted[1:]
+        return self._cost(self.sparse.mask)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        forward, input_gradient = self._costs()
-        reference = sum(self._cost(mask) for mask in self.sparse.reference_masks)
+        frame = self.sparse.frame  # what is executed, zeros of padding included
+        filters = self.graph.filters
+        kept = {name: _num_kept(filters[name], frame) for name in self._first.filters if name in filters}
+        input_gradient = self._first.input_gradient({**self._first.filters, **kept})
+        reference = sum(self._cost(one) for one in self.sparse.reference_frames)
         loss = self.sparse.step(self.loss_fn, images, labels)
-        self.ledger.step(len(images), forward, input_gradient, reference)
+        self.ledger.step(len(images), self._cost(frame), input_gradient, reference)
         return loss
 
     def settle(self, batches: Iterable[Batch]) -> None:

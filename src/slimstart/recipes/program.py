@@ -13,8 +13,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,7 @@ class Program:
                 events.write(epoch)
                 self.run.write_metrics(self.progress.history)
                 self.watcher.epoch(epoch)
+                self._began = time.monotonic()  # neither evaluation nor writing is training
                 self._save_if_due(stopping=self.watcher.stop_requested)
         return self._finish()
 
@@ -168,7 +170,6 @@ class Program:
         progress.epoch, progress.batch, progress.train_flops = done, 0, total
         progress.flops_sum, progress.seconds = 0, 0.0
         self._loss_sum.zero_()
-        self._began = time.monotonic()  # an evaluation is no training
         return epoch
 
     def _finish(self) -> records.Record:
@@ -190,13 +191,16 @@ class Program:
         return islice(self.data.train.epoch(self.recipe.total_epochs), NUM_CALIBRATION_BATCHES)
 
     def _time_steps(self, network: nn.Module) -> StepTimes | None:
-        if not self.place.timing_rounds:
+        if not self.place.timing_rounds or self.watcher.stop_requested:
             return None
         batch = next(iter(self.data.train.epoch(0)))
         own, rounds = flops(network, self.example), self.place.timing_rounds
         try:
             return step_times(self.recipe, self.make_model, batch, own, self.dense_flops, rounds)
-        except torch.OutOfMemoryError:  # the dense network may not fit where ours does
+        except (RuntimeError, MemoryError) as error:
+            if "memory" not in f"{type(error).__name__} {error}".lower():
+                raise
+            # The dense network may not fit where ours does.
             logger.warning("step times are not measured: the dense network beside ours needs more memory than there is")
             return None
 
@@ -256,7 +260,8 @@ class Program:
 
     def _save(self) -> None:
         self.progress.loss_sum = self._check_finite()
-        if not all(bool(parameter.isfinite().all()) for parameter in self.method.trained.parameters()):
+        method = self.method.state_dict()
+        if not _all_finite(method):
             raise NonFiniteLossError(
                 f"weights are not finite after batch {self.progress.batch} of epoch {self.progress.epoch + 1}; start "
                 f"anew with a lower --lr. The last good checkpoint is in {self.run.folder}"
@@ -269,7 +274,7 @@ class Program:
                 "recipe": self.recipe.hash,
                 "seed": self.recipe.seed,
                 "data": self.data.digest,
-                "method": self.method.state_dict(),
+                "method": method,
                 "progress": dataclasses.asdict(self.progress),
                 "random": surroundings.random_state(self.device),
             },
@@ -294,3 +299,12 @@ class Program:
         self._loss_sum.fill_(self.progress.loss_sum)
         surroundings.set_random_state(state["random"], self.device)
         self.watcher.resumed(self.progress.epoch + 1, self.progress.batch)
+
+
+def _all_finite(state: Any) -> bool:
+    """Whether every number in a nest of tensors is finite."""
+    if isinstance(state, Tensor):
+        return not state.is_floating_point() or bool(state.isfinite().all())
+    if isinstance(state, Mapping):
+        return all(map(_all_finite, state.values()))
+    return not isinstance(state, list | tuple) or all(map(_all_finite, state))

@@ -52,6 +52,7 @@ class Recipe:
     )
     structure_lr: float = _setting(12e-3, "learning rate of the keep-probabilities s")
     resample_every: int = _setting(1, "steps for which a sub-network is held")
+    align: int = _setting(1, "room for units in multiples of this, padded with zeros, so that shapes survive a draw")
     settle_at: float = _setting(1.0, "share of the epochs after which the structure is fixed")
     num_masks: int = _setting(10, "masks from which the structure is chosen, by loss on training batches")
 
@@ -72,7 +73,12 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if isinstance(field.default, float):  # lr=1 is 1.0, here and in a file, so that both have one hash
-                object.__setattr__(self, field.name, float(getattr(self, field.name)))
+                try:
+                    object.__setattr__(self, field.name, float(getattr(self, field.name)))
+                except (TypeError, ValueError, OverflowError) as error:
+                    raise ConfigError(
+                        f"`{field.name}` is {getattr(self, field.name)!r}; it must be a number"
+                    ) from error
         if problems := list(_problems(self)):
             raise ConfigError("; ".join(problems))
 
@@ -119,7 +125,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, known in (choices | {"precision": PRECISIONS}).items():
         if getattr(recipe, name) not in known:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(known)}"
-    for name in ("epochs", "batch_size", "resample_every", "num_masks", "eval_every"):
+    for name in ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every"):
         if getattr(recipe, name) < 1:
             yield f"`{name}` is {getattr(recipe, name)}; it must be at least 1"
     for name in ("width", "structure_lr", "lr", "finetune_lr"):

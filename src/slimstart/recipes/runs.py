@@ -34,8 +34,9 @@ NUM_CHECKPOINTS = 2
 class Run:
     """One run's folder. Every file in it is written atomically; a killed run leaves only whole ones."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], made: Sequence[Path] = ()) -> None:
         self.folder = Path(folder)
+        self._made = list(made)  # folders that exist for this run alone, from the inside out
         self.config = self.folder / "config.toml"
         self.metrics = self.folder / "metrics.csv"
         self.record = self.folder / "record.json"
@@ -82,24 +83,34 @@ class Run:
     def locked(self) -> Iterator[None]:
         """Keep other processes from writing here; the lock goes when the process does, however it ends.
 
-        Makes the folder, and removes it again if no run was made in it.
+        Makes the folder, and takes away again what was made if no run came of it.
         """
-        lock = self.folder / ".lock"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = lock.open("w")
-        except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
-        with file:
-            if not _lock(file):
-                raise ConfigError(f"another process is writing to {self.folder}; wait for it, or stop it")
+        self._made += _make(self.folder)
+        with self._lock_file() as lock:
             try:
                 yield
             finally:
                 if not self.exists:
                     lock.unlink(missing_ok=True)
-                    with contextlib.suppress(OSError):  # it holds something else
-                        self.folder.rmdir()
+                    with contextlib.suppress(OSError):  # somebody has put something there
+                        for folder in self._made:
+                            folder.rmdir()
+
+    @contextlib.contextmanager
+    def _lock_file(self) -> Iterator[Path]:
+        lock = self.folder / ".lock"
+        while True:
+            try:
+                file = lock.open("w")
+            except OSError as error:
+                raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
+            with file:
+                if not _lock(file):
+                    raise ConfigError(f"another process is writing to {self.folder}; wait for it, or stop it")
+                if _is(file, lock):
+                    yield lock
+                    return
+                # Its last holder has taken it away in the meantime: a lock that nobody else will ask for.
 
     def write_metrics(self, history: Sequence[records.Epoch]) -> None:
         """All rows anew: after a resume, rows that are to be repeated are gone."""
@@ -130,35 +141,59 @@ class Run:
         Raises:
             CheckpointError: there are some, and all are damaged.
         """
-        errors = []
+        damaged: list[Path] = []
+        first: CheckpointError | None = None
         for path in self.checkpoints():
             try:
-                return checkpoints.read(path)
+                state = checkpoints.read(path)
             except CheckpointError as error:
                 logger.warning("%s; going back to the one before", error)
-                errors.append(error)
-                path.rename(path.with_suffix(".damaged"))  # so that it does not count among the last few
-        if errors:
-            raise CheckpointError(f"no checkpoint in {self._checkpoints} can be read; {errors[0]}")
+                damaged.append(path)
+                first = first or error
+                continue
+            for one in damaged:  # only now, when there is a good one: it must not count among the last few
+                one.rename(one.with_suffix(".damaged"))
+            return state
+        if first is not None:
+            raise CheckpointError(f"no checkpoint in {self._checkpoints} can be read; {first}")
         return None
 
 
-def claim(folder: Path) -> Path:
-    """Make the folder, or, where it is taken, the first of folder-2, folder-3, ... that is not.
+def claim(folder: Path) -> Run:
+    """A run in this folder, or, where it is taken, in the first of folder-2, folder-3, ... that is not.
 
     Raises:
         ConfigError: it cannot be made.
     """
-    candidate, number = folder, 1
+    parents = _make(folder.parent)
+    number = 1
     while True:
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         try:
-            candidate.mkdir(parents=True)
-            return candidate
+            candidate.mkdir()
+            return Run(candidate, made=[candidate, *parents])
         except FileExistsError:
             number += 1
-            candidate = folder.with_name(f"{folder.name}-{number}")
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be made: {error}; choose another --out") from error
+            raise ConfigError(f"{candidate} cannot be made: {error}; choose another --out") from error
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and those above it; returns the ones that were not there, from the inside out."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error}; choose another --out") from error
+    return missing
+
+
+def _is(file: IO[str], path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(file: IO[str]) -> bool:

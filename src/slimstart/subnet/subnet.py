@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from slimstart.graph import ChannelGraph, Selection
+from slimstart.graph import ChannelGraph, PaddedSelection, Selection
 from slimstart.subnet.compact import point_port, ports_in, set_attributes, tensor_names, tensor_places
 from slimstart.subnet.streams import open_port
 
@@ -56,6 +57,7 @@ class Subnet:
             for name, (home, _) in self._homes.items()
             if name not in graph.tensors and not isinstance(home, _NormBase)
         }
+        self._silenced: dict[str, nn.Parameter] = {}  # those that have a hook for it
         self._ports = {name: self.module.get_submodule(name) for name in ports_in(graph)}
         for layer in self._ports.values():
             open_port(layer)
@@ -82,12 +84,30 @@ class Subnet:
             for owner, key in self._owners[name]:
                 setattr(owner, key, fresh)
             self._note(name)
+        if isinstance(selection, PaddedSelection):
+            self._silence_passengers()
         torch.clear_autocast_cache()  # it knows tensors by identity, and some of them have new values
         set_attributes(self.module, selection)
         for name, layer in self._ports.items():
             point_port(layer, name, selection)
         self.follow_modes()
         self.selection = selection
+
+    def _silence_passengers(self) -> None:
+        """See to it that gradients of passengers are zero: otherwise they would learn.
+
+        A passenger computes zero, but a gradient can reach it all the same: through a stream that another layer writes
+        too, or from behind an activation that does not keep zero.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and self._silenced.get(name) is not parameter:
+                self._silenced[name] = parameter
+                parameter.register_post_accumulate_grad_hook(partial(self._silence, name))
+
+    def _silence(self, name: str, parameter: Tensor) -> None:
+        if isinstance(self.selection, PaddedSelection) and parameter.grad is not None:
+            for dim, places in self.selection.absent(name, parameter.device).items():
+                parameter.grad.index_fill_(dim, places, 0)
 
     def _note(self, name: str) -> None:
         if name in self._constant:
