@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from slimstart.errors import ConfigError
 
@@ -28,6 +28,20 @@ def conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: in
 def conv_bn_relu(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
     """The three layers that plain networks are chains of."""
     return [conv(inputs, outputs, kernel, stride, groups), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+
+
+class Chain(nn.Module):
+    """Layers in a row, global average pooling, a linear classifier."""
+
+    def __init__(self, layers: Sequence[nn.Module], channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*layers)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(channels, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.pool(self.features(images)).flatten(1))
+        return logits
 
 
 def stage(

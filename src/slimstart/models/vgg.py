@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from slimstart.models.layers import conv_bn_relu, initialised, scaled
+from slimstart.models.layers import Chain, conv_bn_relu, initialised, scaled
 
 # Channels of the convolutions; the image is halved from stage to stage.
 VGG16 = ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3)
 VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
 
 
-class VGG(nn.Module):
+class VGG(Chain):
     """Stages of convolutions, max pooling between them, global average pooling behind the last."""
 
     def __init__(self, stages: Sequence[Sequence[int]], num_classes: int, in_channels: int, width: float) -> None:
-        super().__init__()
         layers: list[nn.Module] = []
         channels = in_channels
         for number, stage in enumerate(stages):
@@ -29,13 +28,7 @@ class VGG(nn.Module):
             for outputs in (scaled(c, width) for c in stage):
                 layers += conv_bn_relu(channels, outputs)
                 channels = outputs
-        self.features = nn.Sequential(*layers)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(channels, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.pool(self.features(images)).flatten(1))
-        return logits
+        super().__init__(layers, channels, num_classes)
 
 
 def vgg16(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> VGG:

@@ -10,6 +10,13 @@ from slimstart.accounting.flops import evaluating
 from slimstart.data import ImageData
 
 
+def logits_of(network: nn.Module, images: Tensor, precision: str) -> Tensor:
+    """What a network says, computed in the precision of a recipe, as float32."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        logits: Tensor = network(images)
+    return logits.float()
+
+
 @torch.no_grad()
 def evaluate(network: nn.Module, data: ImageData, precision: str) -> tuple[float, float]:
     """Mean loss and top-1 accuracy, in percent, of a network on the test images."""
@@ -17,8 +24,7 @@ def evaluate(network: nn.Module, data: ImageData, precision: str) -> tuple[float
     correct: Tensor | int = 0
     with evaluating(network):
         for images, labels in data.test.epoch(0):
-            with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-                logits = network(images)
-            loss = loss + F.cross_entropy(logits.float(), labels, reduction="sum").double()
+            logits = logits_of(network, images, precision)
+            loss = loss + F.cross_entropy(logits, labels, reduction="sum").double()
             correct = correct + (logits.argmax(1) == labels).sum()
     return float(loss) / data.test.num_images, 100 * int(correct) / data.test.num_images

@@ -21,6 +21,7 @@ from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers
 from slimstart.baselines import narrow
 from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph, trace
+from slimstart.recipes.evaluation import logits_of
 from slimstart.recipes.recipe import Recipe
 from slimstart.structure import Flops
 from slimstart.subnet import compact
@@ -34,12 +35,11 @@ class Loss:
 
     def __init__(self, recipe: Recipe) -> None:
         self.label_smoothing = recipe.label_smoothing
-        self.half = recipe.precision == "bfloat16"
+        self.precision = recipe.precision
 
     def __call__(self, net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.half):
-            logits = net(images)
-        return F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
+        logits = logits_of(net, images, self.precision)
+        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
 
 class Method(Protocol):

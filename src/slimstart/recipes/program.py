@@ -121,9 +121,10 @@ class Program:
             self.method.settle(self._calibration_batches())
         for images, labels in self.data.train.epoch(progress.epoch, start=progress.batch):
             self._set_learning_rate()
-            progress.flops_sum += self.method.flops
+            cost = self.method.flops
+            progress.flops_sum += cost
             if self.method.searching:
-                progress.search_flops += self.method.flops
+                progress.search_flops += cost
                 progress.search_steps += 1
             loss = self.method.step(images, labels)
             self._loss_sum += loss
