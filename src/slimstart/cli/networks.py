@@ -44,27 +44,18 @@ def evaluate(
     """Accuracy of a finished network on the test images."""
     import torch
 
-    from slimstart import data
     from slimstart.accounting import flops
     from slimstart.recipes.evaluation import evaluate as accuracy_of
     from slimstart.recipes.runs import Run
-    from slimstart.recipes.surroundings import find_device, set_precision
+    from slimstart.recipes.surroundings import Place, find_device, load_data, set_precision
 
     recipe = Run(run).recipe(model)
-    place = find_device(device)
+    on = find_device(device)
     set_precision(recipe.precision)
-    images = data.load(
-        recipe.data,
-        data_dir=data_dir,
-        batch_size=recipe.batch_size,
-        device=place,
-        validation=recipe.validation,
-        image_size=recipe.image_size,
-        num_workers=workers,
-    )
-    network = _finished(run, recipe, images.num_classes, images.image_shape[0]).to(place)
+    images = load_data(recipe, Place(device, data_dir, workers), on)
+    network = _finished(run, recipe, images.num_classes, images.image_shape[0]).to(on)
     loss, accuracy = accuracy_of(network, images, recipe.precision)
-    cost = flops(network, torch.zeros(1, *images.image_shape, device=place))
+    cost = flops(network, torch.zeros(1, *images.image_shape, device=on))
     rows = [[f"{accuracy:.2f} %", f"{loss:.4f}", f"{cost:,}", str(images.test.num_images)]]
     show_table(["accuracy", "loss", "FLOPs per image", "images"], rows)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimstart import data as data_sets
 from slimstart import files, records
 from slimstart.accounting import flops
 from slimstart.accounting.train_cost import first_layers
@@ -62,18 +61,7 @@ class Program:
         self.place, self.watcher = place or Place(), watcher or Unwatched()
         self.device = surroundings.find_device(self.place.device)
         surroundings.set_precision(recipe.precision)
-        self.data = data_sets.load(
-            recipe.data,
-            data_dir=self.place.data_dir,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            device=self.device,
-            validation=recipe.validation,
-            image_size=recipe.image_size,
-            num_workers=self.place.workers,
-            download=self.place.download,
-            progress=self.watcher.downloading,
-        )
+        self.data = surroundings.load_data(recipe, self.place, self.device, self.watcher.downloading)
         self.steps_per_epoch = len(self.data.train)
         self.example = torch.zeros(1, *self.data.image_shape, device=self.device)
         torch.manual_seed(recipe.seed)

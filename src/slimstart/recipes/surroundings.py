@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimstart import data
 from slimstart.errors import ConfigError
+from slimstart.recipes.recipe import Recipe
 from slimstart.version import __version__
 
 
@@ -59,6 +61,24 @@ def find_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"`device` is {name!r}, which cannot be used here ({reason}); try cpu") from error
     return device
+
+
+def load_data(
+    recipe: Recipe, place: Place, device: torch.device, progress: Callable[[int, int | None], None] | None = None
+) -> data.ImageData:
+    """The data that a recipe names, from this place, with batches on the device."""
+    return data.load(
+        recipe.data,
+        data_dir=place.data_dir,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        device=device,
+        validation=recipe.validation,
+        image_size=recipe.image_size,
+        num_workers=place.workers,
+        download=place.download,
+        progress=progress,
+    )
 
 
 def set_precision(precision: str) -> None:
