@@ -16,7 +16,7 @@ every unit of a group, its first unit is kept all the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -57,6 +57,9 @@ class CostTable:
     factors: tuple[Factor, ...]
     flops: Polynomial  # of one forward on the example inputs; one multiply-add = 1
     params: Polynomial
+    _rule: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def num_units(self) -> int:
@@ -65,19 +68,25 @@ class CostTable:
     def at_least_one(self, mask: Tensor) -> Tensor:
         """The mask with the first unit of every empty group kept; the input is not changed.
 
+        All shapes are fixed and no value is asked for, so a CUDA graph can hold it (after a first call on the device).
+
         Args:
-            mask: bool tensor of shape (num_units,).
+            mask: bool tensor of shape (..., num_units).
         """
-        if mask.shape != (self.num_units,):
+        if mask.shape[-1:] != (self.num_units,):
             raise ValueError(f"`mask` has shape {tuple(mask.shape)}; it needs one entry per unit, ({self.num_units},)")
-        if self.num_units == 0:
-            return mask.bool()
-        group = self.unit_group.to(mask.device)
-        num_groups = int(self.unit_group.max()) + 1
-        kept = torch.zeros(num_groups, dtype=torch.bool, device=mask.device)
-        kept.index_put_((group[mask.bool()],), torch.ones((), dtype=torch.bool, device=mask.device))
-        first = torch.full((num_groups,), self.num_units, dtype=torch.int64, device=mask.device)
-        first.scatter_reduce_(0, group, torch.arange(self.num_units, device=mask.device), "amin")
-        revived = mask.bool().clone()
-        revived[first[~kept]] = True
-        return revived
+        if mask.device not in self._rule:
+            self._rule[mask.device] = self._group_and_first(mask.device)
+        group, first = self._rule[mask.device]
+        mask = mask.bool()
+        # Whole numbers: the order in which a GPU adds them does not matter.
+        kept = torch.zeros(*mask.shape[:-1], first.numel(), dtype=torch.int32, device=mask.device)
+        empty = kept.index_add_(-1, group, mask.int()) == 0
+        return mask.index_copy(-1, first, mask.index_select(-1, first) | empty)
+
+    def _group_and_first(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Each unit's group, numbered without gaps, and each group's first unit."""
+        labels, group = torch.unique(self.unit_group.cpu(), return_inverse=True)
+        first = torch.full_like(labels, self.num_units)
+        first.scatter_reduce_(0, group, torch.arange(self.num_units), "amin")
+        return group.to(device), first.to(device)

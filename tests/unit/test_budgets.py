@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slimstart.costs import CostTable
 from slimstart.errors import BudgetError
-from slimstart.structure import BoundBudget, Channels, Flops, Params
+from slimstart.structure import BoundBudget, Budget, Channels, Flops, Params
 from tests import reference
 from tests.cost_tables import chain, cost_table, cost_tables, factor
 
@@ -79,6 +79,50 @@ def test_expectation_agrees_with_enumeration_on_random_tables(table: CostTable, 
     probability = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
     s = data.draw(st.lists(probability, min_size=table.num_units, max_size=table.num_units))
     assert_expectation(table, f64(s))
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("budget", [Channels(1.0), Params(1.0), Flops(1.0)], ids=str)
+def test_many_keep_probabilities_at_once(name: str, budget: Budget) -> None:
+    table = TABLES[name]
+    bound = budget.bind(table)
+    s = torch.rand(2, 5, table.num_units, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    s[0, 0], s[1, 1] = 0, 1
+    costs = bound.expected(s)
+    assert costs.shape == (2, 5)
+    for row, cost in zip(s.view(10, -1), costs.view(-1), strict=True):
+        if isinstance(budget, Channels):
+            expected = sum(f * p for f, p in zip(table.unit_filters.tolist(), row.tolist(), strict=True))
+        else:
+            polynomial = table.flops if isinstance(budget, Flops) else table.params
+            expected = float(reference.expected_cost(table, polynomial, row))
+        assert float(cost) == pytest.approx(expected, rel=1e-12, abs=1e-10)
+
+
+@pytest.mark.parametrize("budget", [Channels(1.0), Params(1.0), Flops(1.0)], ids=str)
+def test_a_budget_on_a_device_asks_for_no_value(budget: Budget) -> None:
+    """Tensors on "meta" have shapes and no values. The budget on the CPU stays there."""
+    table = TABLES["the square of a stream"]
+    bound = budget.bind(table)
+    moved = bound.to("meta")
+    cost = moved.expected(torch.zeros(3, 6, device="meta"))
+    assert (cost.shape, cost.dtype, cost.device.type) == ((3,), torch.float64, "meta")
+    assert (moved.dense, moved.limit, moved.num_units) == (bound.dense, bound.limit, bound.num_units)
+    assert (moved.device.type, bound.device.type) == ("meta", "cpu")
+    assert bound.cost(torch.ones(6, dtype=torch.bool)) == bound.dense
+
+
+def test_sums_over_more_events_than_a_chunk() -> None:
+    """Two weights in one factor, 200 units: 3 n1 + 5 n2 + 7, and its square."""
+    table = cost_table([0] * 200, [[u] for u in range(200)], [factor(range(200), [3, 5] * 100, 7)], [(1, (0, 0))])
+    bound = Flops(1.0).bind(table)
+    mask = torch.arange(200) % 4 < 3  # three of four: 100 of weight 3, 50 of weight 5
+    assert bound.cost(mask) == (3 * 100 + 5 * 50 + 7) ** 2
+    # Independent but for the empty draw, whose chance is 0.4^200: variance of the count, and the square of its mean.
+    mean, variance = 0.6 * 800 + 7, 0.6 * 0.4 * 100 * (9 + 25)
+    assert float(bound.expected(torch.full((200,), 0.6, dtype=torch.float64))) == pytest.approx(
+        mean**2 + variance, rel=1e-12
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,6 +228,10 @@ def test_wrong_shapes_and_tables_are_refused() -> None:
             bound.expected(torch.zeros(2))
         with pytest.raises(ValueError, match=r"`mask` has shape \(2,\); it needs one entry per unit, \(3,\)"):
             bound.cost(torch.zeros(2, dtype=torch.bool))
+        with pytest.raises(ValueError, match=r"`s` has shape \(3, 2\); it needs one entry per unit, \(3,\)"):
+            bound.expected(torch.zeros(3, 2))
+        with pytest.raises(ValueError, match=r"`mask` has shape \(2, 3\); it needs one entry per unit, \(3,\)"):
+            bound.cost(torch.zeros(2, 3, dtype=torch.bool))
     table = cost_table([0], SINGLE[:1], [factor([0])], [(1, (0, 0, 0))])
     with pytest.raises(ValueError, match="multiplies 3 factors; it must be one or two"):
         Flops(1.0).bind(table)

@@ -32,6 +32,23 @@ def test_agrees_with_the_slow_rule_and_is_idempotent(units: list[tuple[int, bool
     assert torch.equal(table.at_least_one(kept), kept)
 
 
+def test_many_masks_at_once() -> None:
+    table = table_of([1, 0, 1, 0, 2, 1])
+    masks = torch.rand(4, 3, 6, generator=torch.Generator().manual_seed(0)) < 0.3
+    kept = table.at_least_one(masks)
+    assert kept.shape == masks.shape
+    for one, its_mask in zip(kept.view(-1, 6), masks.view(-1, 6), strict=True):
+        assert torch.equal(one, reference.at_least_one(its_mask, table.unit_group))
+    assert not torch.equal(kept, masks)  # or this would show nothing
+    assert table.at_least_one(masks[:0]).shape == (0, 3, 6)
+
+
+def test_no_value_is_asked_for() -> None:
+    """Tensors on "meta" have shapes and no values."""
+    kept = table_of([1, 0, 1]).at_least_one(torch.zeros(2, 3, dtype=torch.bool, device="meta"))
+    assert (kept.shape, kept.device.type) == ((2, 3), "meta")
+
+
 def test_a_network_without_units() -> None:
     table = table_of([])
     assert table.num_units == 0
@@ -41,3 +58,5 @@ def test_a_network_without_units() -> None:
 def test_a_mask_of_the_wrong_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`mask` has shape \(3,\); it needs one entry per unit, \(2,\)"):
         table_of([0, 1]).at_least_one(torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"`mask` has shape \(2, 3\); it needs one entry per unit, \(2,\)"):
+        table_of([0, 1]).at_least_one(torch.ones(2, 3, dtype=torch.bool))

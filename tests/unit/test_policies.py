@@ -95,6 +95,31 @@ def test_learning_rate_is_constant_without_total_steps() -> None:
         assert policy.keep_probs.tolist() == pytest.approx([0.9 - 0.01 * step] * 6, abs=1e-8)
 
 
+@pytest.mark.parametrize("total_steps", [None, 30])
+def test_adam_is_torchs(total_steps: int | None) -> None:
+    """Over 40 gradients of all sizes, with torch's own schedule; the budget is the whole network and never binds."""
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(9, dtype=torch.float64, generator=generator) * 10.0 ** (i % 5 - 3) for i in range(40)]
+    left = iter(gradients)
+    estimator = Estimator("given", 1, lambda losses, masks, s, alpha: next(left))
+    policy = BernoulliUnits(chain([4, 5]), Channels(1.0), estimator, lr=0.003, total_steps=total_steps)
+    s = torch.full((9,), 0.5, dtype=torch.float64)
+    policy._s.copy_(s)
+    adam = torch.optim.Adam([s.requires_grad_()], lr=0.003)
+    for step, gradient in enumerate(gradients):
+        s.grad = gradient
+        if total_steps is not None:
+            adam.param_groups[0]["lr"] = 0.003 * (1 + math.cos(math.pi * min(step / total_steps, 1))) / 2
+        adam.step()
+        policy.draw()
+        policy.update(torch.zeros(1))
+        assert bool(((s > 0) & (s < 1)).all())  # nothing is clipped
+        torch.testing.assert_close(policy.keep_probs, s.detach(), rtol=1e-12, atol=0)
+    moments, reference = policy.state_dict()["adam"], adam.state[s]
+    for key in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(moments[key], reference[key], rtol=1e-12, atol=1e-300)
+
+
 def test_alpha_and_direction_reach_the_maths() -> None:
     seen: list[float] = []
 
@@ -148,12 +173,12 @@ def test_a_state_dict_does_not_change_with_the_policy() -> None:
     file.seek(0)
     before = torch.load(file, weights_only=True)
     assert torch.equal(state["keep_probs"], before["keep_probs"])
-    moments = state["adam"]["state"][0]
-    assert all(torch.equal(moments[key], before["adam"]["state"][0][key]) for key in moments)
+    moments = state["adam"]
+    assert all(torch.equal(moments[key], before["adam"][key]) for key in ("exp_avg", "exp_avg_sq"))
     # Nor does loading tie the policy to the dict.
     policy.load_state_dict(state)
     advance(policy, 3)
-    assert torch.equal(moments["exp_avg"], before["adam"]["state"][0]["exp_avg"])
+    assert torch.equal(moments["exp_avg"], before["adam"]["exp_avg"])
 
 
 def test_keep_probs_and_masks_are_copies() -> None:
@@ -266,7 +291,7 @@ def test_losses_that_are_not_finite_change_nothing(bad: float) -> None:
     assert torch.equal(before["keep_probs"], after["keep_probs"])
     assert torch.equal(before["masks"], after["masks"])
     assert before["num_updates"] == after["num_updates"] == 2
-    assert torch.equal(before["adam"]["state"][0]["exp_avg"], after["adam"]["state"][0]["exp_avg"])
+    assert torch.equal(before["adam"]["exp_avg"], after["adam"]["exp_avg"])
     policy.update(torch.tensor([1.0, 2.0]))  # and it goes on
 
 
@@ -306,6 +331,10 @@ def test_foreign_states_are_refused() -> None:
     state = policy.state_dict()
     with pytest.raises(CheckpointError, match="`state` lacks adam, masks"):
         policy.load_state_dict({key: state[key] for key in state if key not in ("adam", "masks")})
+    with pytest.raises(CheckpointError, match="`state` lacks exp_avg; it is not a `BernoulliUnits` state"):
+        policy.load_state_dict({**state, "adam": {"exp_avg_sq": torch.zeros(6)}})
+    with pytest.raises(CheckpointError, match="`state` has 5 exp_avg_sq and this network 6 units"):
+        policy.load_state_dict({**state, "adam": {"exp_avg": torch.zeros(6), "exp_avg_sq": torch.zeros(5)}})
     with pytest.raises(CheckpointError, match="`state` has 7 keep-probabilities and this network 6 units"):
         policy.load_state_dict(BernoulliUnits(chain([7]), Channels(0.5)).state_dict())
     other = BernoulliUnits(chain([6]), Channels(0.5), leave_one_out_of(3))

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slimstart.costs import CostTable
+from slimstart.graph import trace
+from slimstart.models import mobilenet_v1, resnet20
 from slimstart.structure import BoundBudget, Budget, Channels, Flops, Params, project, uniform_start
+from slimstart.structure.multisection import Multisection
 from slimstart.structure.projection import Direction
 from tests import reference
 from tests.cost_tables import chain, cost_table, cost_tables, factor
@@ -236,3 +239,109 @@ def test_wrong_arguments_are_refused() -> None:
         project(torch.ones(4), bound, "steepest")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`z` has 2 entries that are NaN or infinite"):
         project(f64([0.5, math.nan, math.inf, 0.1]), bound)
+
+
+# --- in a fixed number of kernels ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    table=cost_tables(),
+    budget=st.sampled_from([Channels, Params, Flops]),
+    share=st.floats(1e-6, 0.99),
+    size=st.sampled_from([1.0, 0.1, 1e-3, 1e-8]),
+    data=st.data(),
+)
+def test_multisection_is_feasible_and_raises_nothing(
+    table: CostTable, budget: type[Budget], share: float, size: float, data: st.DataObject
+) -> None:
+    """On any table, those included whose first units cost so much that lowering s raises the cost."""
+    bound = bind(budget, table, share)
+    reals = st.lists(REALS, min_size=table.num_units, max_size=table.num_units)
+    before = project(f64(data.draw(reals)), bound)
+    z = before + size * f64(data.draw(reals))
+    s = Multisection(bound)(z, before)
+    inside = z.clamp(0, 1)
+    assert bool(((s >= 0) & (s <= inside)).all())
+    assert float(bound.expected(s)) <= bound.limit
+    if float(bound.expected(inside)) <= bound.limit * (1 - 1e-14):  # many at once, sums may round otherwise
+        assert torch.equal(s, inside)
+    lowered = (inside - s)[(s > 0) & (inside < 1)]  # as far as 0 and 1 let one see, all by the same, or by filters
+    filters = table.unit_filters.double()[(s > 0) & (inside < 1)] if budget is Channels else torch.ones_like(lowered)
+    if lowered.numel():
+        torch.testing.assert_close(lowered / filters, (lowered / filters).max().expand_as(filters), rtol=0, atol=1e-14)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    widths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    budget=st.sampled_from([Channels, Params, Flops]),
+    share=st.floats(0.01, 0.99),
+    size=st.sampled_from([0.1, 1e-2, 1e-4]),
+    data=st.data(),
+)
+def test_multisection_agrees_with_project(
+    widths: list[int], budget: type[Budget], share: float, size: float, data: st.DataObject
+) -> None:
+    """On networks of a few units, where every one that meets 0 or 1 is a kink: to 1e-3 of the step."""
+    table = chain(widths)
+    bound = bind(budget, table, share)
+    reals = st.lists(REALS, min_size=table.num_units, max_size=table.num_units)
+    before = project(f64(data.draw(reals)), bound)
+    z = before + size * f64(data.draw(reals))
+    s = Multisection(bound)(z, before)
+    np.testing.assert_allclose(s, project(z, bound), rtol=0, atol=1e-3 * size)
+    assert bool((s <= project(z, bound) + 1e-9).all())  # and never on the dear side
+
+
+NETWORKS = {
+    "plain": lambda: chain([64, 64, 128, 128, 256, 256]),
+    "residual": lambda: trace(resnet20(num_classes=10), torch.zeros(1, 3, 32, 32)).costs,
+    "residual, one mask per stream": lambda: (
+        trace(resnet20(num_classes=10), torch.zeros(1, 3, 32, 32), coupling="stream").costs
+    ),
+    "depthwise": lambda: trace(mobilenet_v1(num_classes=10, width=0.25), torch.zeros(1, 3, 64, 64)).costs,
+}
+
+
+@pytest.mark.parametrize("budget", [Flops(0.05), Flops(0.3), Params(0.1), Channels(0.3)], ids=str)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_multisection_meets_the_limit_on_networks(network: str, budget: Budget) -> None:
+    """Steps as Adam makes them, up and down, large and small: within 1e-7 of the limit, and never above."""
+    table = NETWORKS[network]()
+    bound = budget.bind(table)
+    projection, s = Multisection(bound), uniform_start(bound)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(12):
+        lr = (0.012, 0.05, 1e-4, 1e-9)[step % 4]
+        z = s + lr * (0.3 + torch.randn(table.num_units, dtype=torch.float64, generator=generator))
+        exact, before, s = project(z, bound), s, projection(z, s)
+        assert float(bound.expected(s)) <= bound.limit
+        if not torch.equal(exact, z.clamp(0, 1)):
+            assert float(bound.expected(s)) >= (1 - 1e-7) * bound.limit
+        torch.testing.assert_close(s, exact, rtol=0, atol=1e-7)
+        assert torch.equal(projection(s, before), s)  # idempotent
+
+
+def test_multisection_where_all_units_rise_alike() -> None:
+    """Then the point before is the answer, at the end of the bracket."""
+    bound = Flops(0.3).bind(chain([16, 16]))
+    before = uniform_start(bound)
+    for size in (1.0, 1e-3, 1e-12):
+        torch.testing.assert_close(Multisection(bound)(before + size, before), before, rtol=0, atol=1e-9)
+
+
+def test_multisection_from_a_point_that_helps_nothing() -> None:
+    """`before` may be anything: then the bracket is the whole way down."""
+    bound = Flops(0.3).bind(chain([16, 16]))
+    z = torch.linspace(0.3, 1.2, 32, dtype=torch.float64)
+    s = Multisection(bound)(z, torch.ones(32).double())
+    assert float(bound.expected(s)) <= bound.limit
+    torch.testing.assert_close(s, project(z, bound), rtol=0, atol=1e-4)
+
+
+def test_multisection_at_the_tightest_budget() -> None:
+    bound = Flops(math.nextafter(56 / 120, 1)).bind(chain([2, 2]))  # the least possible; see above
+    s = Multisection(bound)(torch.ones(4).double(), torch.zeros(4).double())
+    assert float(bound.expected(s)) <= bound.limit
+    assert float(s.max()) < 1e-3

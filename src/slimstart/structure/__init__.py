@@ -1,16 +1,18 @@
 """The paper's maths on flat tensors: keep-probabilities s, masks, losses; it knows no network.
 
-Here: drawing masks and their score (`probabilities`), the gradient of s from losses (`estimators`), what a mask or s
-costs (`budgets`, with the closed form in `expectation`), the nearest s within a budget (`projection`), and the object
-that puts them together (`policies`). Not here: layers, tensors with names, training steps; costs come in as a plain
-`slimstart.costs.CostTable`.
+Here: drawing masks and their score (`probabilities`), the gradient of s from losses (`estimators`), Adam (`adam`), what
+a mask or s costs (`budgets`, with the closed form in `expectation` and `dropping`), the nearest s within a budget
+(`projection`, and for GPUs `multisection`), masks within it (`cutting`), what a training asks of all this (`policies`)
+and the object that puts it together (`bernoulli`). Not here: layers, tensors with names, training steps; costs come in
+as a plain `slimstart.costs.CostTable`.
 
-Open `policies` first: `BernoulliUnits.update` is the paper's update of s in a dozen lines.
+Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in half a dozen lines.
 """
 
+from slimstart.structure.bernoulli import BernoulliUnits
 from slimstart.structure.budgets import BoundBudget, Budget, Channels, Flops, Params
 from slimstart.structure.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
-from slimstart.structure.policies import BernoulliUnits, Policy
+from slimstart.structure.policies import DevicePolicy, Policy
 from slimstart.structure.probabilities import sample, score
 from slimstart.structure.projection import project, uniform_start
 
@@ -20,6 +22,7 @@ __all__ = [
     "BoundBudget",
     "Budget",
     "Channels",
+    "DevicePolicy",
     "Estimator",
     "Flops",
     "Params",

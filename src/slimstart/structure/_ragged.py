@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from slimstart.structure._tables import Tables
+
+PADDING = 8192  # so many entries more take about the time of one kernel more, on a GPU
 
 
 @dataclass(frozen=True)
@@ -53,42 +58,62 @@ class Incidence:
         return Incidence(owner, torch.cat([self.member, unions.member]), self.num_sets + unions.num_sets)
 
 
-class RaggedProduct:
-    r"""The products :math:`y_i = \prod_{j \in S_i} x_j` over sets of different sizes.
+class RaggedProduct(Tables):
+    r"""The products :math:`y_i = \prod_{j \in S_i} x_j` over sets of different sizes, behind x itself.
 
-    Sets are padded to powers of two and multiplied size by size: at most twice the work, a few operations, and
-    `torch.prod`, whose gradient is right where factors are 0 (a sum of logarithms has none there).
+    Sets are padded to powers of two, or more where that saves a table, and multiplied size by size: `torch.prod` has
+    the right gradient where factors are 0 (a sum of logarithms has none there).
 
     Args:
         sets: the sets S.
+        num_inputs: the length of x.
         one: an index at which x is 1, for padding.
 
     Attributes:
-        position: product i is at `position[i]` of the result.
+        position: product i is at `position[i]` of the result; a set of one member is that entry of x.
+        num_outputs: the length of the result.
     """
 
-    def __init__(self, sets: Incidence, one: int) -> None:
-        width = torch.ones_like(sets.lengths)
-        while bool((width < sets.lengths).any()):
-            width = torch.where(width < sets.lengths, 2 * width, width)
-        order = torch.argsort(width, stable=True)
-        self.position = torch.empty_like(order)
-        self.position[order] = torch.arange(order.numel())
+    def __init__(self, sets: Incidence, num_inputs: int, one: int) -> None:
+        width = _widths(sets.lengths)
+        self.position = torch.full((sets.num_sets,), one)
+        single = sets.lengths[sets.owner] == 1
+        self.position[sets.owner[single]] = sets.member[single]
         column = torch.arange(sets.owner.numel()) - sets.starts[sets.owner]
-        self._tables: list[tuple[int, Tensor]] = []
-        begin = 0
-        for size, number in zip(*(each.tolist() for each in torch.unique(width, return_counts=True)), strict=True):
+        self.num_outputs = num_inputs
+        self._shapes: list[tuple[int, int]] = []
+        tables = [torch.zeros(0, dtype=torch.int64)]
+        for size in torch.unique(width[width > 1]).tolist():
+            chosen = (width == size).nonzero().squeeze(1)
+            self.position[chosen] = self.num_outputs + torch.arange(chosen.numel())
             rows = width[sets.owner] == size
-            table = torch.full((size, number), one)
-            table[column[rows], self.position[sets.owner[rows]] - begin] = sets.member[rows]
-            self._tables.append((size, table.reshape(-1)))
-            begin += number
+            table = torch.full((size, chosen.numel()), one)
+            table[column[rows], self.position[sets.owner[rows]] - self.num_outputs] = sets.member[rows]
+            tables.append(table.reshape(-1))
+            self._shapes.append((size, chosen.numel()))
+            self.num_outputs += chosen.numel()
+        self._members = torch.cat(tables)
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = [x.index_select(0, table).view(size, -1) for size, table in self._tables]
-        # One line of a table is its own product; torch.prod over it would be a copy.
-        products = [part[0] if size == 1 else part.prod(0) for (size, _), part in zip(self._tables, parts, strict=True)]
-        return products[0] if len(products) == 1 else torch.cat([x[:0], *products])
+        """x of shape (..., num_inputs) and the products behind it, (..., num_outputs)."""
+        if not self._shapes:
+            return x
+        members = x.index_select(-1, self._members)
+        parts = members.split([size * number for size, number in self._shapes], -1)
+        products = [part.unflatten(-1, shape).prod(-2) for part, shape in zip(parts, self._shapes, strict=True)]
+        return torch.cat([x, *products], -1)
+
+
+def _widths(lengths: Tensor) -> Tensor:
+    """To what size each set is padded."""
+    width = torch.ones_like(lengths)
+    while bool((width < lengths).any()):
+        width = torch.where(width < lengths, 2 * width, width)
+    for size, larger in pairwise(torch.unique(width[width > 1]).tolist()):
+        smaller = width == size
+        if int(smaller.sum()) * (larger - size) <= PADDING:
+            width[smaller] = larger
+    return width
 
 
 def expand(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,15 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.errors import BudgetError
+from slimstart.structure._tables import Tables
 from slimstart.structure.expectation import ExpectedCost
 
 
-class BoundBudget(ABC):
+class BoundBudget(Tables, ABC):
     """A budget over one network's cost table: limit, cost of a mask, expected cost of keep-probabilities.
+
+    It is made on the CPU; `to` gives one for another device, where `expected` asks for no value and a CUDA graph can
+    hold it.
 
     Attributes:
         dense: cost of the whole network.
@@ -43,10 +47,14 @@ class BoundBudget(ABC):
 
     @abstractmethod
     def expected(self, s: Tensor) -> Tensor:
-        """The cost that the budget limits, at keep-probabilities s of shape (U,): a float64 scalar, differentiable."""
+        """The cost that the budget limits, at keep-probabilities s of shape (..., U).
+
+        Returns:
+            float64 of shape (...), on the budget's device, differentiable.
+        """
 
     def gradient(self, s: Tensor) -> Tensor:
-        """The gradient of `expected` at s, of shape (U,)."""
+        """The gradient of `expected` at s; both of shape (U,)."""
         point = s.detach().double().requires_grad_()
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(self.expected(point), point)
@@ -65,8 +73,8 @@ class BoundBudget(ABC):
                 f"one unit per group already costs {self.minimum}; feasible from {least:g} to 1"
             )
 
-    def _check(self, name: str, tensor: Tensor) -> None:
-        if tensor.shape != (self.num_units,):
+    def _check(self, name: str, tensor: Tensor, shape: torch.Size) -> None:
+        if shape != (self.num_units,):
             raise ValueError(
                 f"`{name}` has shape {tuple(tensor.shape)}; it needs one entry per unit, ({self.num_units},)"
             )
@@ -85,12 +93,13 @@ class BoundChannels(BoundBudget):
         self._set_limit(budget, table.num_units, "filters")
 
     def cost(self, mask: Tensor) -> int:
+        self._check("mask", mask, mask.shape)
         kept = self._table.at_least_one(mask.bool().to(self._table.unit_group.device))
         return int(self._table.unit_filters[kept].sum())
 
     def expected(self, s: Tensor) -> Tensor:
-        self._check("s", s)
-        return (self.filters * s.cpu().double()).sum()
+        self._check("s", s, s.shape[-1:])
+        return (self.filters * s.to(self.device, torch.float64)).sum(-1)
 
 
 class BoundPolynomial(BoundBudget):
@@ -101,12 +110,12 @@ class BoundPolynomial(BoundBudget):
         self._set_limit(budget, cost.num_units, what)
 
     def cost(self, mask: Tensor) -> int:
-        self._check("mask", mask)
-        return self._cost.of_mask(mask.bool().cpu())
+        self._check("mask", mask, mask.shape)
+        return self._cost.of_mask(mask.bool().to(self.device))
 
     def expected(self, s: Tensor) -> Tensor:
-        self._check("s", s)
-        return self._cost.mean(s.cpu().double())
+        self._check("s", s, s.shape[-1:])
+        return self._cost.mean(s.to(self.device, torch.float64))
 
 
 @dataclass(frozen=True)

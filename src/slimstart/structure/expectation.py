@@ -1,19 +1,15 @@
 r"""The expected cost of a random mask, exactly and in closed form.
 
-The cost is the polynomial of `slimstart.costs`, the mask an independent draw :math:`m_u \sim \mathrm{Bernoulli}(s_u)`
-followed by the at-least-one rule. With :math:`q = 1 - s`, a group's product :math:`Q_g = \prod_{u \in g} q_u` and its
-first unit :math:`f_g`, the probability that every unit of a set A is dropped is
-
-.. math:: P(A) = \prod_g \Big[ \prod_{u \in A \cap g} q_u - [f_g \in A] \, Q_g \Big]
-
-(the first unit is not dropped when the draw drops the whole group). Then :math:`\mathbb{E}[n_f] = o_f + \sum_{e \in f}
-w_e (1 - P(e))` and
+The cost is the polynomial of `slimstart.costs`, the mask a draw at keep-probabilities s followed by the at-least-one
+rule. With P(e) the probability that all units of event e are dropped (`slimstart.structure.dropping`),
+:math:`\mathbb{E}[n_f] = o_f + \sum_{e \in f} w_e (1 - P(e))` and
 
 .. math:: \mathbb{E}[n_l n_r] = \mathbb{E}[n_l] \, \mathbb{E}[n_r] +
           \sum_{e \in l, \, f \in r} w_e w_f \, (P(e \cup f) - P(e) P(f))
 
 where only *dependent* pairs contribute: events that share a unit, or of which one contains the first unit of a group
-and the other any unit of that group. All index tables are made once; an evaluation is a dozen tensor operations.
+and the other any unit of that group. All index tables are made once; an evaluation is a dozen tensor operations, on one
+s or on many, and asks for no value.
 """
 
 from __future__ import annotations
@@ -22,10 +18,14 @@ import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable, Polynomial
-from slimstart.structure._ragged import Incidence, RaggedProduct, expand, group_totals, join
+from slimstart.structure._ragged import Incidence, expand, group_totals, join
+from slimstart.structure._tables import Tables
+from slimstart.structure.dropping import DropProbabilities, Groups
+
+CHUNK = 64
 
 
-class ExpectedCost:
+class ExpectedCost(Tables):
     """One polynomial of a cost table, ready to be evaluated on masks and on keep-probabilities.
 
     Args:
@@ -35,15 +35,14 @@ class ExpectedCost:
 
     def __init__(self, table: CostTable, polynomial: Polynomial) -> None:
         self.num_units = table.num_units
-        self._constant = polynomial.constant
-        self._coefficients = [term.coefficient for term in polynomial.terms]
-        self._groups = _Groups(table.unit_group.cpu())
-
         used = sorted({index for term in polynomial.terms for index in term.factors})
         slot = {index: position for position, index in enumerate(used)}
-        # A term with one factor gets a second that is always 1, in the last place, so that all terms look alike.
-        self._terms = [_padded(tuple(slot[index] for index in term.factors), len(used)) for term in polynomial.terms]
-        self._offsets = [table.factors[index].offset for index in used] + [1]
+        # A term with one factor gets a second that is always 1, in the last place, and the constant gets two, so that
+        # all terms look alike.
+        terms = [_padded(tuple(slot[index] for index in term.factors), len(used)) for term in polynomial.terms]
+        self._terms = [*terms, (len(used), len(used))]
+        self._coefficients = [*(term.coefficient for term in polynomial.terms), polynomial.constant]
+        offsets = [*(table.factors[index].offset for index in used), 1]
 
         # Events are numbered anew, those that are used only; `owner` says to which factor an entry belongs.
         sizes = torch.tensor([table.factors[index].events.numel() for index in used], dtype=torch.int64)
@@ -53,73 +52,102 @@ class ExpectedCost:
         weights = torch.cat([empty, *(table.factors[index].weights.cpu() for index in used)])
         kept_events, events = torch.unique(events, return_inverse=True)
         sets = Incidence.from_padded(table.events.cpu()[kept_events], self.num_units)
+        groups = Groups(table.unit_group.cpu())
 
-        first, second, pair_weights = self._dependent_pairs(sets, owner, events, weights)
-        self._products = _DropProbabilities(sets.with_unions(first, second), self._groups)
-        position = self._products.position
-        self._entry_owner, self._entry_set = owner, position[events]
-        self._entry_weights = weights.double()
-        self._first, self._second = position[first], position[second]
-        self._union = position[sets.num_sets :]
+        pairs = _DependentPairs(sets, groups)
+        for coefficient, (left, right) in zip(self._coefficients, self._terms, strict=True):
+            pairs.add(coefficient, *((events[owner == side], weights[owner == side]) for side in (left, right)))
+        first, second, pair_weights = pairs.totals()
+        self._dropped = DropProbabilities(sets.with_unions(first, second), groups)
+        position = self._dropped.position
+        self._counts = _Counts(owner, position[events], weights, offsets, self._dropped)
+        self._pairs = torch.cat([position[sets.num_sets :], position[first], position[second]])
         self._pair_weights = pair_weights.double()
-
-        left, right = torch.tensor(self._terms, dtype=torch.int64).reshape(-1, 2).unbind(1)
-        self._left, self._right = left.contiguous(), right.contiguous()
+        self._both = torch.tensor(self._terms, dtype=torch.int64).T.reshape(-1)
         self._float_coefficients = torch.tensor(self._coefficients, dtype=torch.float64)
-        self._float_offsets = torch.tensor(self._offsets, dtype=torch.float64)
 
     def mean(self, s: Tensor) -> Tensor:
-        """The expected cost at float64 keep-probabilities of shape (U,): a scalar with a gradient."""
-        dropped = self._products(s)
-        counts = self._counts(dropped)
-        value = self._float_coefficients @ (counts.index_select(0, self._left) * counts.index_select(0, self._right))
-        if self._union.numel():
-            independent = dropped.index_select(0, self._first) * dropped.index_select(0, self._second)
-            value = value + self._pair_weights @ (dropped.index_select(0, self._union) - independent)
-        return value + self._constant
+        """The expected cost at float64 keep-probabilities of shape (..., U), of shape (...), with a gradient."""
+        dropped = self._dropped(s)
+        left, right = self._counts(dropped).index_select(-1, self._both).chunk(2, -1)
+        value = (left * right) @ self._float_coefficients
+        if self._pair_weights.numel():
+            union, first, second = dropped.index_select(-1, self._pairs).chunk(3, -1)
+            value = value + torch.addcmul(union, first, second, value=-1) @ self._pair_weights
+        return value
 
     def of_mask(self, mask: Tensor) -> int:
         """The cost of one mask, exactly; the at-least-one rule is applied to it."""
         # At s in {0, 1} every probability is exactly 0 or 1 and the counts are whole numbers. Their products may pass
         # 2^53, where float64 skips integers, so these are Python's.
-        counts = [int(count) for count in self._counts(self._products(mask.double())).round().tolist()]
-        products = (a * counts[l] * counts[r] for a, (l, r) in zip(self._coefficients, self._terms, strict=True))
-        return self._constant + sum(products)
+        counts = [int(count) for count in self._counts(self._dropped(mask.double())).round().tolist()]
+        return sum(a * counts[l] * counts[r] for a, (l, r) in zip(self._coefficients, self._terms, strict=True))
 
-    def _counts(self, dropped: Tensor) -> Tensor:
-        """E[n_f] of every factor, and the constant 1."""
-        alive = 1 - dropped.index_select(0, self._entry_set)
-        return self._float_offsets.index_add(0, self._entry_owner, self._entry_weights * alive)
 
-    def _dependent_pairs(
-        self, sets: Incidence, owner: Tensor, events: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All pairs of dependent events that a term multiplies, each once, with the sum of its a_t w_e w_f."""
-        num_factors, num_groups = len(self._offsets) - 1, self._groups.size.numel()
-        row_owner, row_entry = join(events, sets.owner)  # entries of factors -> (set, unit) rows of their events
-        touched = torch.zeros(num_factors, num_groups, dtype=torch.bool)
-        touched[owner[row_owner], self._groups.of_unit[sets.member[row_entry]]] = True
-        keys, values = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
-        for coefficient, (left, right) in zip(self._coefficients, self._terms, strict=True):
-            if right == num_factors or not bool((touched[left] & touched[right]).any()):
-                continue
-            left_events, left_weights = group_totals(events[owner == left], weights[owner == left])
-            right_events, right_weights = group_totals(events[owner == right], weights[owner == right])
-            i, j = self._dependent(sets, left_events, right_events)
-            e, f = left_events[i], right_events[j]
-            keys.append(torch.minimum(e, f) * sets.num_sets + torch.maximum(e, f))
-            values.append(coefficient * left_weights[i] * right_weights[j])
-        pairs, totals = group_totals(torch.cat(keys), torch.cat(values))
-        num_sets = max(sets.num_sets, 1)
+class _Counts(Tables):
+    r"""E[n_f] of every factor, as :math:`(o_f + \sum_e w_e) \cdot 1 - \sum_e w_e P(e)`.
+
+    Sums of P(e) over at most `CHUNK` events of one factor and weight, and then a small matrix. A GPU does that in three
+    kernels, and in the same order every time; adding up by index, it does not.
+    """
+
+    def __init__(self, owner: Tensor, position: Tensor, weights: Tensor, offsets: list[int], p: DropProbabilities):
+        values, code = torch.unique(weights, return_inverse=True)
+        num_values = max(values.numel(), 1)
+        keys, run, length = torch.unique(owner * num_values + code, return_inverse=True, return_counts=True)
+        order = torch.argsort(run, stable=True)
+        run = run[order]
+        rank = torch.arange(run.numel()) - (torch.cumsum(length, 0) - length)[run]
+        num_chunks = (length + CHUNK - 1) // CHUNK
+        chunk = (torch.cumsum(num_chunks, 0) - num_chunks)[run] + rank // CHUNK
+        chunk_key = torch.repeat_interleave(keys, num_chunks)
+
+        events = torch.full((chunk_key.numel() + 1, CHUNK), p.zero)
+        events[chunk, rank % CHUNK] = position[order]
+        events[-1, 0] = p.one
+        matrix = torch.zeros(chunk_key.numel() + 1, len(offsets), dtype=torch.int64)
+        matrix[torch.arange(chunk_key.numel()), chunk_key // num_values] = -values[chunk_key % num_values]
+        matrix[-1] = torch.tensor(offsets).index_add(0, owner, weights)
+        self._events, self._matrix = events.reshape(-1), matrix.double()
+
+    def __call__(self, dropped: Tensor) -> Tensor:
+        sums = dropped.index_select(-1, self._events).unflatten(-1, (-1, CHUNK)).sum(-1)
+        return torch.mv(self._matrix.mT, sums) if sums.dim() == 1 else sums @ self._matrix
+
+
+class _DependentPairs:
+    """Pairs of dependent events that terms multiply, each once, with the sum of its a_t w_e w_f."""
+
+    def __init__(self, sets: Incidence, groups: Groups) -> None:
+        self._sets, self._groups = sets, groups
+        self._keys, self._values = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+
+    def add(self, coefficient: int, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> None:
+        """One term: the events and weights of its two factors."""
+        (l_events, l_weights), (r_events, r_weights) = group_totals(*left), group_totals(*right)
+        i, j = self._dependent(l_events, r_events)
+        e, f = l_events[i], r_events[j]
+        self._keys.append(torch.minimum(e, f) * self._sets.num_sets + torch.maximum(e, f))
+        self._values.append(coefficient * l_weights[i] * r_weights[j])
+
+    def totals(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The first events, the second, and the weights of the pairs."""
+        pairs, totals = group_totals(torch.cat(self._keys), torch.cat(self._values))
+        num_sets = max(self._sets.num_sets, 1)
         return pairs // num_sets, pairs % num_sets, totals
 
-    def _dependent(self, sets: Incidence, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def _dependent(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (i, j) of the dependent pairs among events `left[i]`, `right[j]`, each pair once."""
+        sets, groups = self._sets, self._groups
         l_event, l_row = expand(sets.starts[left], sets.lengths[left])
         r_event, r_row = expand(sets.starts[right], sets.lengths[right])
         l_unit, r_unit = sets.member[l_row], sets.member[r_row]
-        l_group, r_group = self._groups.of_unit[l_unit], self._groups.of_unit[r_unit]
-        l_first, r_first = self._groups.is_first[l_unit], self._groups.is_first[r_unit]
+        l_group, r_group = groups.of_unit[l_unit], groups.of_unit[r_unit]
+        l_first, r_first = groups.is_first[l_unit], groups.is_first[r_unit]
+        touched = torch.zeros(groups.size.numel(), dtype=torch.bool)
+        touched[l_group] = True
+        if not bool(touched[r_group].any()):  # as in most terms, and much quicker to say
+            return left[:0], right[:0]
         pairs = []
         for l_keep, r_keep, l_key, r_key in (
             (slice(None), slice(None), l_unit, r_unit),  # a shared unit
@@ -130,67 +158,6 @@ class ExpectedCost:
             pairs.append(l_event[l_keep][i] * right.numel() + r_event[r_keep][j])
         unique = torch.unique(torch.cat(pairs))
         return unique // max(right.numel(), 1), unique % max(right.numel(), 1)
-
-
-class _Groups:
-    """Units by group, groups numbered 0, 1, ... without gaps."""
-
-    def __init__(self, unit_group: Tensor) -> None:
-        _, self.of_unit, self.size = torch.unique(unit_group, return_inverse=True, return_counts=True)
-        units = torch.arange(unit_group.numel())
-        first = torch.full_like(self.size, unit_group.numel())
-        self.first = first.scatter_reduce(0, self.of_unit, units, "amin")
-        self.is_first = torch.zeros(unit_group.numel(), dtype=torch.bool)
-        self.is_first[self.first] = True
-
-
-class _DropProbabilities:
-    r"""P(A) of every set A of units, as a product over *atoms*.
-
-    The part of A within a group is a *block*. A block that contains the group's first unit is one atom, of value
-    :math:`\prod q_u - Q_g`; in any other, each unit is an atom of value :math:`q_u`.
-    """
-
-    def __init__(self, sets: Incidence, groups: _Groups) -> None:
-        num_units, num_groups = groups.of_unit.numel(), groups.size.numel()
-        one, blocks_from = num_units, num_units + 1
-        group = groups.of_unit[sets.member]
-        key, block, count = torch.unique(
-            sets.owner * max(num_groups, 1) + group, return_inverse=True, return_counts=True
-        )
-        block_owner, block_group = key // max(num_groups, 1), key % max(num_groups, 1)
-        has_first = torch.zeros(key.numel(), dtype=torch.bool)
-        has_first[block[groups.is_first[sets.member]]] = True
-
-        # The blocks {first unit of g}, one for each group, come first; most networks have no others.
-        several = has_first & (count > 1)
-        number = torch.cumsum(several, 0) - 1 + num_groups
-        rows = several[block]
-        owner = torch.cat([torch.arange(num_groups), number[block[rows]]])
-        order = torch.argsort(owner, stable=True)
-        members = torch.cat([groups.first, sets.member[rows]])
-        num_blocks = num_groups + int(several.sum())
-        self._blocks = RaggedProduct(Incidence(owner[order], members[order], num_blocks), one)
-        units = torch.argsort(groups.of_unit, stable=True)
-        self._group_products = RaggedProduct(Incidence(groups.of_unit[units], units, num_groups), one)
-        whose = torch.cat([torch.arange(num_groups), block_group[several]])
-        self._block_group = torch.empty(num_blocks, dtype=torch.int64)
-        self._block_group[self._blocks.position] = self._group_products.position[whose]
-
-        block_atom = self._blocks.position[torch.where(several, number, block_group)] + blocks_from
-        alone = ~has_first[block]
-        owner = torch.cat([sets.owner[alone], block_owner[has_first]])
-        atoms = torch.cat([sets.member[alone], block_atom[has_first]])
-        order = torch.argsort(owner, stable=True)
-        self._sets = RaggedProduct(Incidence(owner[order], atoms[order], sets.num_sets), one)
-        self.position = self._sets.position
-        self._one = torch.ones(1, dtype=torch.float64)
-
-    def __call__(self, s: Tensor) -> Tensor:
-        """P(A) at `position[A]`."""
-        q = torch.cat([1 - s, self._one])
-        blocks = self._blocks(q) - self._group_products(q).index_select(0, self._block_group)
-        return self._sets(torch.cat([q, blocks]))
 
 
 def _padded(factors: tuple[int, ...], one: int) -> tuple[int, int]:

@@ -25,11 +25,15 @@ def sample(keep_probs: Tensor, num_masks: int, generator: torch.Generator | None
     Returns:
         A bool tensor of shape (num_masks, U). Where s is 0 or 1, every mask agrees with it.
     """
+    return uniform_numbers(num_masks, keep_probs.numel(), generator, keep_probs.device) < keep_probs
+
+
+def uniform_numbers(
+    num_masks: int, num_units: int, generator: torch.Generator | None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """(num_masks, num_units) numbers in [0, 1): a unit is kept where its number is below its keep-probability."""
     # Double precision for any s: a float32 uniform is a multiple of 2^-24, and would never keep a unit below that.
-    uniform = torch.rand(
-        num_masks, keep_probs.numel(), generator=generator, dtype=torch.float64, device=keep_probs.device
-    )
-    return uniform < keep_probs
+    return torch.rand(num_masks, num_units, generator=generator, dtype=torch.float64, device=device)
 
 
 def score(mask: Tensor, s: Tensor, alpha: float) -> Tensor:
@@ -52,4 +56,4 @@ def score(mask: Tensor, s: Tensor, alpha: float) -> Tensor:
     variance = s * (1 - s)
     # The clamp is for s below the smallest normal number, whose inverse is infinite.
     power = variance.clamp(min=torch.finfo(s.dtype).tiny) ** (alpha - 1)
-    return torch.where(variance > 0, (mask.to(s) - s) * power, 0.0)
+    return torch.where(variance > 0, torch.add(mask, s, alpha=-1) * power, 0.0)  # `-` would refuse a bool mask
