@@ -1,0 +1,222 @@
+r"""Batch normalisation in training, together with the sum and the ReLU that follow it.
+
+.. math:: y = \mathrm{relu}\left( \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \, w + b + r \right)
+
+with the mean and the variance of each channel of x, the residual r and the ReLU being optional. A narrow network spends
+its time on the memory traffic of these and on starting kernels. Here x is read twice and y written once; backward reads
+the gradient and x twice and writes the gradient of x once. Small tensors take one kernel in each direction, others
+three.
+
+Arithmetic and statistics are float32 whatever x is. Equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slimstart.kernels.backend import use_triton
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_CHANNELS = 2048
+MAX_ELEMENTS = 2**31 - 2**24  # addresses are int32, and the last tile may reach behind the end
+
+# Tensors of at most so many rows are done by one kernel: its programs own a few channels and read all rows.
+SMALL_ROWS = 1024
+SMALL_TILE = (1024, 16, 16)  # rows, channels, warps
+# The others are cut into tiles of so many elements, shared out to programs of so many warps.
+TILE, WARPS = 4096, 8
+# Programs per multiprocessor, as many as its registers hold, and stages of the loop over tiles: sums hold the more
+# registers, so they are fewer, and fetch ahead.
+SUMS, APPLY = (2, 3), (4, 1)
+
+
+def supports(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+) -> bool:
+    """Whether `batch_norm_act` has kernels for these; it works for others, too, without being faster than torch."""
+    return (
+        use_triton(x)
+        and x.dim() == 4
+        and x.dtype in DTYPES
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and x.shape[1] <= MAX_CHANNELS
+        and x.shape[1] < x.numel() <= MAX_ELEMENTS  # more than one value per channel
+        and (residual is None or _alike(x, residual))
+        and (running_mean is None) == (running_var is None)
+        and all(
+            p is None or (p.dtype == torch.float32 and p.device == x.device and p.is_contiguous())
+            for p in (weight, bias, running_mean, running_var)
+        )
+    )
+
+
+def batch_norm_act(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> Tensor:
+    """relu(batch_norm(x) + residual), as the module's docstring has it.
+
+    Args:
+        residual: of the shape of x, or None.
+        running_mean: updated in place, like `running_var` (with the unbiased variance), unless None.
+        momentum: the weight of this batch in the running statistics.
+        relu: whether a ReLU follows.
+    """
+    if supports(x, residual, weight, bias, running_mean, running_var):
+        out: Tensor = _BatchNormAct.apply(x, residual, weight, bias, running_mean, running_var, momentum, eps, relu)  # type: ignore[no-untyped-call]
+        return out
+    out = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+    out = out if residual is None else out + residual
+    return F.relu(out) if relu else out
+
+
+def _alike(x: Tensor, other: Tensor) -> bool:
+    return (
+        x.shape == other.shape
+        and x.dtype == other.dtype
+        and x.device == other.device
+        and other.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+class _BatchNormAct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        relu: bool,
+    ) -> Tensor:
+        from slimstart.kernels import norm_triton as kernels
+
+        y, channels = torch.empty_like(x), x.shape[1]
+        mean, rstd = torch.empty(2, channels, dtype=torch.float32, device=x.device)
+        affine, running = (mean, rstd, weight, bias), (running_mean, running_var)
+        with torch.cuda.device_of(x):
+            if _num_rows(x) <= SMALL_ROWS:
+                kernels.forward_small[_small_grid(x)](
+                    x, residual, y, *affine, *running, **_small(x), momentum=momentum, eps=eps, RELU=relu
+                )
+            else:
+                (programs, sums), (apply_programs, apply) = _tiles(x, *SUMS), _tiles(x, *APPLY)
+                partial = torch.empty(2, programs, channels, dtype=torch.float32, device=x.device)
+                kernels.forward_sums[(programs,)](x, partial, **sums)
+                kernels.forward_finish[(-(-channels // kernels.FINISH_C.value),)](
+                    x, partial, mean, rstd, *running, channels, programs, _num_rows(x), momentum, eps, num_warps=8
+                )
+                kernels.forward_apply[(apply_programs,)](x, residual, y, *affine, RELU=relu, **apply)
+        # The sign of the sum is not known from x alone. y is alive anyway, as the input of what follows.
+        ctx.save_for_backward(x, y if relu and residual is not None else None, weight, bias, mean, rstd)
+        ctx.relu, ctx.has_residual = relu, residual is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from slimstart.kernels import norm_triton as kernels
+
+        x, y, weight, bias, mean, rstd = ctx.saved_tensors
+        dy, dx, channels = dy.contiguous(memory_format=torch.channels_last), torch.empty_like(x), x.shape[1]
+        d_residual = torch.empty_like(x) if y is not None else None
+        d_weight, d_bias = torch.empty(2, channels, dtype=torch.float32, device=x.device)
+        affine = (mean, rstd, weight, bias)
+        with torch.cuda.device_of(x):
+            if _num_rows(x) <= SMALL_ROWS:
+                kernels.backward_small[_small_grid(x)](
+                    dy, x, y, dx, d_residual, *affine, d_weight, d_bias, **_small(x), RELU=ctx.relu
+                )
+            else:
+                (programs, sums), (apply_programs, apply) = _tiles(x, *SUMS), _tiles(x, *APPLY)
+                partial = torch.empty(2, programs, channels, dtype=torch.float32, device=x.device)
+                kernels.backward_sums[(programs,)](dy, x, y, d_residual, *affine, partial, RELU=ctx.relu, **sums)
+                kernels.backward_finish[(-(-channels // kernels.FINISH_C.value),)](
+                    partial, rstd, d_weight, d_bias, channels, programs, num_warps=8
+                )
+                # The gradient of the residual is the masked one: it saves reading y again.
+                masked, relu = (dy, ctx.relu) if d_residual is None else (d_residual, False)
+                kernels.backward_apply[(apply_programs,)](
+                    masked, x, dx, *affine, d_weight, d_bias, num_rows=_num_rows(x), RELU=relu, **apply
+                )
+        if ctx.has_residual and d_residual is None:
+            d_residual = dy
+        return (
+            dx,
+            d_residual,
+            None if weight is None else d_weight,
+            None if bias is None else d_bias,
+            *(None,) * 5,
+        )
+
+
+def _num_rows(x: Tensor) -> int:
+    return x.numel() // x.shape[1]
+
+
+def _vector(channels: int) -> int:
+    """How many neighbouring elements surely belong together: up to 8, which is 16 bytes of bfloat16."""
+    return math.gcd(channels, 8)
+
+
+def _tiles(x: Tensor, per_multiprocessor: int, stages: int) -> tuple[int, dict[str, int]]:
+    """How many programs share a large tensor, and how it is cut: few columns of a tile idle."""
+    from slimstart.kernels.norm_triton import PARTIALS
+
+    channels, vector = x.shape[1], _vector(x.shape[1])
+    columns = [c for c in (64, 128, 256, 512, 1024, 2048) if c >= channels]
+    block = next((c for c in columns if c // channels * channels >= 0.85 * c), columns[-1])
+    width, block_rows = block // channels * channels, TILE // block
+    num_tiles = -(-x.numel() // (width * block_rows))
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    return min(num_tiles, per_multiprocessor * multiprocessors, PARTIALS.value), {
+        "channels": channels,
+        "chunks": width // vector,
+        "total_chunks": x.numel() // vector,
+        "num_tiles": num_tiles,
+        "VEC": vector,
+        "BLOCK_R": block_rows,
+        "BLOCK_W": block,
+        "STAGES": stages,
+        "num_warps": WARPS,
+    }
+
+
+def _small(x: Tensor) -> dict[str, int]:
+    rows, block, warps = SMALL_TILE
+    channels, vector = x.shape[1], _vector(x.shape[1])
+    return {
+        "channels": channels,
+        "chunks": channels // vector,
+        "num_rows": _num_rows(x),
+        "VEC": vector,
+        "BLOCK_R": rows,
+        "BLOCK_W": block,
+        "num_warps": warps,
+    }
+
+
+def _small_grid(x: Tensor) -> tuple[int]:
+    return (-(-x.shape[1] // SMALL_TILE[1]),)
