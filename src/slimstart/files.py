@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slimstart import atomic
 from slimstart.errors import CheckpointError
 from slimstart.subnet.compact import RECORD, Record, tensor_names, tensor_places
-from slimstart.subnet.streams import StreamPort, open_port, set_port
+from slimstart.subnet.streams import BUFFERS, Side, StreamPort, open_port, set_port
 
 _FORMAT = "slimstart.network/1"
 
@@ -45,7 +45,7 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
             "`network` does not come from `finish`, `snapshot` or `compact`, so its structure is not known"
         )
     ports = {name: layer for name, layer in network.named_modules() if isinstance(layer, StreamPort)}
-    own = {f"{name}.{buffer}" for name in ports for buffer in ("stream_read", "stream_write")}
+    own = {f"{name}.{buffer}" for name in ports for buffer in BUFFERS}
     tensors = {n: t.detach().contiguous().clone() for n, t in tensor_names(network).items() if n not in own}
     blob = to_bytes(tensors)
     structure = {
@@ -126,7 +126,7 @@ def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str
     for name, port in structure["ports"].items():
         layer = network.get_submodule(name)
         open_port(layer)
-        indices = [None if i is None else torch.tensor(i, dtype=torch.int64) for i in (port["read"], port["write"])]
-        set_port(layer, indices[0], indices[1], int(port["width"]), (int(port["dims"][0]), int(port["dims"][1])))
+        sides = [None if i is None else Side(torch.tensor(i, dtype=torch.int64)) for i in (port["read"], port["write"])]
+        set_port(layer, sides[0], sides[1], int(port["width"]), (int(port["dims"][0]), int(port["dims"][1])))
     counted = tuple((module, attribute) for module, attribute, _ in structure["attributes"])
     vars(network)[RECORD] = Record(counted, {name: tuple(shape) for name, shape in shapes.items()})

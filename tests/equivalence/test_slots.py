@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from slimstart import Flops, SparseTraining, flops, models, trace
-from slimstart.graph import PaddedSelection
-from slimstart.subnet.slots import SHRINK, Slots
-from tests.cost_tables import chain
+from slimstart.graph import ChannelGraph
+from slimstart.subnet import SlotNetworks
+from slimstart.subnet.seating import Seating
+from slimstart.subnet.slots import RENEW, Slots
 from tests.zoo import ZOO, Entry, call, cast, tensors
 
 OPTIMIZERS = {
@@ -101,82 +102,129 @@ def test_passengers_stay_zero_while_a_network_is_held(activation: type[nn.Module
     sparse = SparseTraining(model, optim, inputs, Flops(0.5), align=4, resample_every=100)
     for _ in range(5):
         sparse.step(loss_fn, inputs)
-    selection = sparse._net.selection
-    assert isinstance(selection, PaddedSelection)
+    networks = sparse._networks
+    assert isinstance(networks, SlotNetworks)
     seen = 0
-    for name, parameter in sparse._net.parameters.items():
-        for dim, places in selection.absent(name).items():
-            seen += places.numel()
-            for tensor in (parameter.detach(), *optim.state[parameter].values()):
-                if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
-                    assert torch.count_nonzero(tensor.index_select(dim, places)) == 0
+    for name, parameter in networks.net.parameters.items():
+        passengers = networks.occupied[name] == 0
+        seen += int(passengers.sum())
+        for tensor in (parameter.detach(), *optim.state[parameter].values()):
+            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
+                assert torch.count_nonzero(tensor[passengers]) == 0
     assert seen > 0
 
 
 # --------------------------------------------------------------------------- room
 
 
-@given(st.integers(0, 10**6), st.integers(2, 9), st.integers(1, 3))
-def test_frames_have_room_in_multiples_and_change_it_seldom(seed: int, align: int, num_masks: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    table = chain(torch.randint(1, 40, (4,), generator=generator).tolist())
-    slots = Slots(table, align)
-    size = torch.bincount(table.unit_group)
-    for _ in range(6):
-        masks = torch.rand(num_masks, table.num_units, generator=generator) < torch.rand((), generator=generator)
-        room_before = slots.room.clone()
-        frames = slots.frames(masks)
-        kept = torch.stack([table.at_least_one(mask) for mask in masks])
-        assert bool((frames | ~kept).all())  # nobody is left outside
-        for group in range(size.numel()):
-            members = table.unit_group == group
-            counts = frames[:, members].sum(1)
-            assert set(counts.tolist()) == {int(slots.room[group])}  # the same shape for all networks of a draw
-            room, needed = int(slots.room[group]), int(kept[:, members].sum(1).max())
-            assert room % align == 0 or room == int(size[group])
-            least = min(-(-needed // align) * align, int(size[group]))
-            before = int(room_before[group])
-            if before >= needed and (before <= SHRINK * least or before - least <= align):
-                assert room == before
-            else:
-                assert room == least
-        assert torch.equal(slots.frames(masks), frames)  # asked again, nothing changes
+def graph_of(coupling: str = "filter") -> ChannelGraph:
+    return trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), coupling)
+
+
+GRAPHS = {coupling: graph_of(coupling) for coupling in ("filter", "stream")}
+
+
+@given(st.integers(0, 10**6), st.integers(2, 9), st.sampled_from(["filter", "stream"]), st.integers(1, 3))
+def test_room_is_enough_aligned_and_changes_seldom(seed: int, align: int, coupling: str, num_masks: int) -> None:
+    generator, graph = torch.Generator().manual_seed(seed), GRAPHS[coupling]
+    slots, table = Slots(graph, align), graph.costs
+    s = torch.rand(graph.num_units, generator=generator, dtype=torch.float64)
+    s = torch.where(s < 0.3, 0.0, torch.where(s > 0.8, 1.0, s))
+    changes = 0
+    for _ in range(20):
+        kept = table.at_least_one(torch.rand(num_masks, graph.num_units, generator=generator) < s)
+        changes += slots.adjust(kept, s)
+        for number, group in enumerate(graph.groups):
+            room, most = int(slots.room.units[number]), int(kept[:, group.units.start : group.units.stop].sum(1).max())
+            assert most <= room
+            assert room % align == 0 or room == len(group.units)
+        seating = Seating(graph, slots.room, torch.device("cpu"))
+        assert bool(seating(kept).fits)
+    assert changes <= 3
+
+
+def test_room_is_given_up_when_s_has_become_certain() -> None:
+    graph = GRAPHS["filter"]
+    slots = Slots(graph, 4)
+    half = torch.full((graph.num_units,), 0.5, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    mask = graph.costs.at_least_one(torch.rand(2, graph.num_units, generator=generator) < 0.5)
+    slots.adjust(mask, half)
+    before = slots.flops
+    certain = mask[:1].double()[0]
+    changes = [slots.adjust(mask[:1], certain) for _ in range(100)]
+    assert sum(changes) == 1
+    assert slots.flops < before / RENEW
+    fixed = Slots(graph, 4)
+    fixed.adjust(mask[:1], None)  # no other mask will come: no more room than this one needs
+    assert torch.equal(fixed.room.units, slots.room.units)
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["filter", "stream"]))
+def test_seats_are_those_of_the_selection(seed: int, coupling: str) -> None:
+    """Every slot of every axis against the obvious: list the frame's indices, and write -1 for passengers."""
+    generator, graph = torch.Generator().manual_seed(seed), GRAPHS[coupling]
+    s = torch.rand(graph.num_units, generator=generator, dtype=torch.float64) ** 3
+    kept = graph.costs.at_least_one(torch.rand(2, graph.num_units, generator=generator) < s)
+    slots = Slots(graph, 4)
+    slots.adjust(kept, s)
+    seating = Seating(graph, slots.room, torch.device("cpu"))
+    seats = seating(kept)
+    for number, mask in enumerate(kept):
+        inner, padded = graph.select(mask), graph.select_within(mask, seating.frame(mask))
+        for axis, (start, count) in enumerate(zip(seating.start, seating.count, strict=True)):
+            there = padded.present(axis).nonzero().squeeze(1).tolist()
+            expected = [i if bool(inner.present(axis)[i]) else -1 for i in there]
+            assert seats.places[number, start : start + count].tolist() == expected
+        assert graph.flops_within(seating.frame(mask)) == slots.flops
+        for (name, is_write), (own, num_own, stream, num_stream) in seating.ports.items():
+            port = (graph.writes if is_write else graph.reads)[name]
+            lists = [padded.present(axis).nonzero().squeeze(1).tolist() for axis in (port.live, port.carried)]
+            real = [set(inner.present(axis).nonzero().squeeze(1).tolist()) for axis in (port.live, port.carried)]
+            for begin, size, mine, other in ((own, num_own, 0, 1), (stream, num_stream, 1, 0)):
+                both = real[0] & real[1]
+                expected = [lists[other].index(i) if i in both else -1 for i in lists[mine]]
+                assert seats.ports[number, begin : begin + size].tolist() == expected
+    full = torch.ones(1, graph.num_units, dtype=torch.bool)
+    if bool((slots.room.units < slots.size).any()):
+        assert not bool(seating(full).fits)
 
 
 def test_shapes_survive_draws_and_cost_what_the_table_says() -> None:
     images = torch.randn(2, 3, 16, 16)
-    shapes: dict[int, set[Any]] = {}
-    for align in (1, 8):
-        model = models.build("resnet20", num_classes=10, width=2.0)
-        sparse = SparseTraining(
-            model, SGD(model.parameters(), lr=0.1), images, Flops(0.3), "stream", align=align, seed=3
-        )
-        shapes[align] = set()
-        cost = Flops(1.0).bind(sparse.graph.costs).cost
-        for _ in range(12):
-            sparse.resample()
-            shapes[align].add(tuple(tuple(p.shape) for p in sparse.net.parameters()))
-            assert flops(sparse.net, images) == cost(sparse.frame)
-            assert cost(sparse.mask) <= cost(sparse.frame)
-            assert bool((sparse.frame | ~sparse.mask).all())
-    assert len(shapes[1]) == 12
-    assert len(shapes[8]) <= 6
+    for coupling in ("filter", "stream"):
+        shapes: dict[int, set[Any]] = {}
+        for align in (1, 8):
+            model = models.build("resnet20", num_classes=10, width=2.0)
+            sparse = SparseTraining(
+                model, SGD(model.parameters(), lr=0.1), images, Flops(0.3), coupling, align=align, seed=3
+            )
+            shapes[align] = set()
+            cost = Flops(1.0).bind(sparse.graph.costs).cost
+            for _ in range(12):
+                sparse.resample()
+                shapes[align].add(tuple(tuple(p.shape) for p in sparse.net.parameters()))
+                assert flops(sparse.net, images) == sparse.executed_flops >= cost(sparse.mask)
+                assert all(flops(one, images) == sparse.executed.reference_flops[0] for one in sparse.references())
+        assert len(shapes[1]) == 12
+        assert len(shapes[8]) == 1
 
 
 def test_a_frame_that_leaves_somebody_out_is_refused() -> None:
-    graph = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16))
+    graph = GRAPHS["filter"]
     mask = torch.ones(graph.num_units, dtype=torch.bool)
-    with pytest.raises(ValueError, match="`frame` must keep every unit"):
-        graph.select_within(mask, mask & (torch.arange(graph.num_units) > 3))
+    with pytest.raises(ValueError, match="`frame` must have room"):
+        graph.select_within(mask, torch.arange(len(graph.costs.events)) > 3)
 
 
 def test_what_is_not_kept_is_neither_read_nor_written() -> None:
-    graph = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16))
+    graph = GRAPHS["filter"]
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(graph.num_units, generator=generator) < 0.4
-    frame = mask | (torch.rand(graph.num_units, generator=generator) < 0.3)
-    inner, padded = graph.select(mask), graph.select_within(mask, graph.costs.at_least_one(frame))
-    assert isinstance(padded, PaddedSelection)
+    slots = Slots(graph, 8)
+    slots.adjust(graph.costs.at_least_one(mask)[None], None)
+    frame = Seating(graph, slots.room, torch.device("cpu")).frame(graph.costs.at_least_one(mask))
+    inner, padded = graph.select(mask), graph.select_within(mask, frame)
     for name, parameter in models.build("resnet20", num_classes=10).named_parameters():
         dense = parameter.detach().clone()
         narrow = padded.gather(name, dense)

@@ -304,7 +304,7 @@ def refused(sparse: SparseTraining, state: Any, differences: Any, match: str | N
 
 @pytest.mark.parametrize(
     "key",
-    "format coupling structure num_steps held_steps settled masks policy model optimizer random".split(),
+    "format coupling structure num_steps held_steps settled masks room pending policy model optimizer random".split(),
 )
 def test_a_missing_key(key: str, differences: Any) -> None:
     state = advanced().state_dict()
@@ -329,8 +329,8 @@ def test_a_missing_key_within(part: str, key: str, differences: Any) -> None:
 def test_every_key_is_expected() -> None:
     """The list above is whole."""
     assert set(training().state_dict()) == {
-        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "policy", "model",
-        "optimizer", "random",
+        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "pending", "policy",
+        "model", "optimizer", "random",
     }  # fmt: skip
 
 

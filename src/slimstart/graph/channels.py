@@ -11,6 +11,7 @@ channels (weights, statistics, momentum, averages) is then moved by `Selection.g
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,24 +122,46 @@ class ChannelGraph:
         Args:
             mask: bool tensor of shape (num_units,).
         """
+        if mask.dim() > 1:
+            raise ValueError(f"`mask` has shape {tuple(mask.shape)}; it needs one entry per unit, ({self.num_units},)")
         mask = self.costs.at_least_one(mask.detach().to("cpu", torch.bool))
         padded = torch.cat([mask, mask.new_zeros(1)])  # the pads of `events` are -1: the last entry
         happens = padded[self.costs.events].any(dim=1)
         return Selection(self, mask, torch.cat([happens, happens.new_ones(1)]))
 
-    def select_within(self, mask: Tensor, frame: Tensor) -> Selection:
-        """What stays under a mask, in a frame that may keep more units: the others are zeros in it.
+    def select_within(self, mask: Tensor, frame: Tensor) -> PaddedSelection:
+        """What stays under a mask, in a frame with room for more: the rest of it are zeros.
 
         Args:
-            frame: bool tensor of shape (num_units,), true wherever `mask` is.
+            frame: bool tensor of shape (num_events,), true wherever an event of `mask` happens.
         """
         inner = self.select(mask)
-        if torch.equal(inner.mask, frame):
-            return inner
-        outer = self.select(frame)
-        if bool((inner.mask & ~outer.mask).any()):
-            raise ValueError("`frame` must keep every unit that `mask` keeps")
-        return PaddedSelection(self, outer.mask, outer.happens, inner=inner)
+        outer = torch.cat([frame.cpu(), frame.new_ones(1, device="cpu")])
+        if bool((inner.happens & ~outer).any()):
+            raise ValueError("`frame` must have room for everything that `mask` keeps")
+        return PaddedSelection(self, inner.mask, outer, inner=inner)
+
+    def flops_within(self, frame: Tensor) -> int:
+        """FLOPs of one forward of a network that fills a frame (a bool tensor of shape (num_events,)), zeros included.
+
+        The at-least-one rule is the frame's business.
+        """
+        owner, events, weights, offsets = self._factors
+        counts: list[int] = offsets.index_add(0, owner, weights * frame[events]).tolist()
+        return self.costs.flops.constant + sum(
+            term.coefficient * math.prod(counts[factor] for factor in term.factors) for term in self.costs.flops.terms
+        )
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All factors of the cost table in a row: to which an entry belongs, its event and weight; and the offsets."""
+        factors = self.costs.factors
+        sizes = torch.tensor([factor.events.numel() for factor in factors], dtype=torch.int64)
+        owner = torch.repeat_interleave(torch.arange(len(factors)), sizes)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        events = torch.cat([nothing, *(factor.events.cpu() for factor in factors)])
+        weights = torch.cat([nothing, *(factor.weights.cpu() for factor in factors)])
+        return owner, events, weights, torch.tensor([factor.offset for factor in factors], dtype=torch.int64)
 
     def __str__(self) -> str:
         lines = [
@@ -192,6 +215,10 @@ class Selection:
     def present(self, axis: int) -> Tensor:
         """Bool tensor: which indices of an axis stay."""
         return self.happens[self.graph.axes[axis]]
+
+    def real(self, axis: int) -> Tensor:
+        """Bool tensor: which indices of an axis stay and are not mere passengers."""
+        return self.present(axis)
 
     def count(self, axis: int) -> int:
         kept = self.kept(axis)
@@ -253,14 +280,17 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class PaddedSelection(Selection):
-    """A selection in a wider frame: some units come along as passengers, as zeros that stay zero.
+    """A selection in a wider frame: some channels come along as passengers, as zeros that stay zero.
 
-    Shapes, attributes and ports are those of `mask`, the frame; values are those of `inner`, what is really kept. All
-    entries of a passenger are zero (its filter, its normalisation row, its readers' columns), so it computes zero and
-    is never stored.
+    Shapes, attributes and ports are those of the frame; values are those of `inner`, what is really kept. All entries
+    of a passenger are zero (its filter, its normalisation row, its readers' columns), so it computes zero and is never
+    stored.
     """
 
     inner: Selection = field(kw_only=True)
+
+    def real(self, axis: int) -> Tensor:
+        return self.inner.present(axis)
 
     def gather(self, name: str, dense: Tensor) -> Tensor:
         """The entries of `dense` within the frame, zero where they are passengers'."""

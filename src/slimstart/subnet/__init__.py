@@ -2,14 +2,28 @@
 
 Open `compact.py` first. `streams.py` is the one thing a narrow network has that the dense one has not; `subnet.py`
 keeps a narrow network whose tensors change with every draw; `optimizer_state.py` makes an optimizer follow it, and
-`state_hooks.py` keeps state dicts dense meanwhile; `batchnorm.py` refreshes statistics; `verify.py` compares a narrow
-network with the masked dense one.
+`state_hooks.py` keeps state dicts dense meanwhile. `networks.py` has all networks of a draw together, just as wide as
+it is; `slotted.py` has them in static slots (`slots.py`: how many; `seating.py`: who sits where). `batchnorm.py`
+refreshes statistics; `verify.py` compares a narrow network with the masked dense one.
 """
 
 from slimstart.subnet.batchnorm import recalibrate
 from slimstart.subnet.compact import compact
+from slimstart.subnet.networks import Executed, Networks
 from slimstart.subnet.optimizer_state import OptimizerLink
+from slimstart.subnet.slotted import SlotNetworks
 from slimstart.subnet.subnet import Subnet
 from slimstart.subnet.verify import Report, trace_verified, verify
 
-__all__ = ["OptimizerLink", "Report", "Subnet", "compact", "recalibrate", "trace_verified", "verify"]
+__all__ = [
+    "Executed",
+    "Networks",
+    "OptimizerLink",
+    "Report",
+    "SlotNetworks",
+    "Subnet",
+    "compact",
+    "recalibrate",
+    "trace_verified",
+    "verify",
+]

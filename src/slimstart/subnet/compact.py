@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slimstart.graph import ChannelGraph, Selection
-from slimstart.subnet.streams import close_port, open_port, set_port
+from slimstart.graph import ChannelGraph, PaddedSelection, Port, Selection
+from slimstart.subnet.streams import Side, close_port, open_port, set_port
 
 RECORD = "_slimstart_record"
 """Where a narrow module keeps its `Record`, for `slimstart.save`."""
@@ -102,18 +102,25 @@ def ports_in(graph: ChannelGraph) -> list[str]:
 def point_port(layer: nn.Module, name: str, selection: Selection) -> bool:
     """Point a layer's port at what the selection keeps; returns whether it is needed."""
     graph, dims = selection.graph, [0, 0]
-    indices: list[Tensor | None] = [None, None]
+    sides: list[Side | None] = [None, None]
     width = 0
     for side, ports in enumerate((graph.reads, graph.writes)):
         if name in ports:
             port = ports[name]
-            carried = selection.present(port.carried)
-            live = selection.present(port.live)[carried]
-            dims[side] = port.dim
-            width = int(carried.sum())
-            indices[side] = None if bool(live.all()) else live.nonzero().squeeze(1)
-    set_port(layer, indices[0], indices[1], width, (dims[0], dims[1]))
-    return any(index is not None for index in indices)
+            dims[side], width = port.dim, selection.count(port.carried)
+            sides[side] = _side(selection, port)
+    set_port(layer, sides[0], sides[1], width, (dims[0], dims[1]))
+    return any(side is not None for side in sides)
+
+
+def _side(selection: Selection, port: Port) -> Side | None:
+    """Where a layer's channels are in the stream, and back; None where they are the same."""
+    carried, live = selection.present(port.carried), selection.present(port.live)
+    if torch.equal(carried, live):
+        return None
+    real = selection.real(port.live) & selection.real(port.carried)
+    seats = [torch.where(real, torch.cumsum(there, 0) - 1, -1) for there in (carried, live)]
+    return Side(seats[0][live], seats[1][carried] if isinstance(selection, PaddedSelection) else None)
 
 
 def masked(model: nn.Module, selection: Selection) -> nn.Module:

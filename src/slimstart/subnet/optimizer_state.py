@@ -86,12 +86,10 @@ class OptimizerLink:
                 fresh = {}
                 for key, value in self._state.get(name, {}).items():
                     if isinstance(value, Tensor) and value.shape == self._dense[name].shape and value.dim() > 0:
-                        narrow = selection.gather(name, value)
                         old = state.get(key)
-                        if isinstance(old, Tensor) and old.shape == narrow.shape:
-                            fresh[key] = old.copy_(narrow)  # the same storage, for whoever captured it
-                        else:
-                            fresh[key] = narrow.clone() if narrow.data_ptr() == value.data_ptr() else narrow
+                        if not isinstance(old, Tensor) or old.shape != now.shape:
+                            old = torch.empty_like(now, dtype=value.dtype, requires_grad=False)
+                        fresh[key] = old.copy_(selection.gather(name, value))
                     else:
                         fresh[key] = value
                 group["params"][position] = now
@@ -102,6 +100,14 @@ class OptimizerLink:
     @torch.no_grad()
     def store(self, selection: Selection) -> None:
         """Write the state of the narrow parameters back into the dense state."""
+        for name, dense, narrow in self.pairs():
+            selection.scatter_(name, dense, narrow)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def pairs(self) -> list[tuple[str, Tensor, Tensor]]:
+        """(name, dense, narrow) for every state tensor that follows the channels; scalars are carried over at once."""
+        found = []
         for group, names in zip(self.optimizer.param_groups, self._names, strict=False):
             for parameter, name in zip(group["params"], names, strict=True):
                 if name is None:
@@ -113,8 +119,16 @@ class OptimizerLink:
                         continue
                     if not isinstance(dense.get(key), Tensor) or dense[key].dim() == 0:
                         start = _initial_value(self.optimizer, group, parameter, key)
-                        dense[key] = value.new_full(self._dense[name].shape, start)
-                    selection.scatter_(name, dense[key], value)
+                        dense[key] = torch.full_like(self._dense[name].detach(), start, dtype=value.dtype)
+                    found.append((name, dense[key], value))
+        return found
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the state tensors of the narrow parameters are; another tuple when there are others."""
+        state = self.optimizer.state
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        return tuple(v.data_ptr() for p in held for v in state.get(p, {}).values() if isinstance(v, Tensor))
 
     def dense_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state dict with dense state in place of narrow: what it would be without us."""

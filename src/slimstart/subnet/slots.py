@@ -1,58 +1,129 @@
-r"""Static slots: how many units of each group a sub-network has room for, so that its shapes survive a draw.
+r"""Static slots: what a sub-network has room for, so that its shapes survive a draw.
 
 A draw keeps :math:`n_g` units of group g, and every draw another number. Its network is built with room for
-:math:`S_g \ge n_g` units, a multiple of `align`; the places that are left are taken by units that were not drawn, as
-zeros (`ChannelGraph.select_within`). So the padded network is one that a mask describes, too, and its cost is in the
-cost table.
+:math:`S_g \ge n_g` units, a multiple of `align`; the places that are left are taken by *passengers*, units that were
+not drawn, as zeros. A channel of a stream exists if one of several units writes it, so their number changes even where
+every :math:`n_g` is the same: streams have room for all channels that a draw can bring at all.
 
-Room is made when a draw needs it, and taken away when much less would do (hysteresis): otherwise shapes would change
-all the time.
+Room comes from the keep-probabilities: at least the expected number of units and `MARGIN` standard deviations,
+
+.. math:: S_g \ge \sum_{u \in g} s_u + 4 \sqrt{\textstyle\sum_{u \in g} s_u (1 - s_u)},
+
+and it stays as it is until a draw overflows it, or until room made anew would save a good part of the FLOPs
+(hysteresis). Once s has become 0 or 1, nothing is padded but to `align`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
+from slimstart.graph import ChannelGraph
 
-SHRINK = 1.5  # room is taken away when there is so many times what the draw needs, and more than `align` to spare
+MARGIN = 4.0  # standard deviations; with fewer, a long run overflows again and again
+RENEW = 1.15  # room is made anew when it executes so many times the FLOPs of fresh room ...
+LOOK_EVERY = 50  # ... which is looked at once in so many draws
+POSSIBLE = 1e-4  # a stream's channel has room if its probability is at least this
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is room for.
+
+    Attributes:
+        units: (num_groups,) int64, how many units of each group.
+        streams: (num_events,) bool, which channels that several units write; of no meaning for the others.
+    """
+
+    units: Tensor
+    streams: Tensor
 
 
 class Slots:
-    """The room that each group has now.
+    """The room that networks have now, adjusted draw by draw; all of it on the host.
 
     Args:
-        table: the network's cost table.
-        align: room is a multiple of this, or the whole group. With 1 there is no room but for the draw itself.
+        graph: of the network.
+        align: room is a multiple of this, or the whole group.
     """
 
-    def __init__(self, table: CostTable, align: int) -> None:
-        self._table, self.align = table, align
-        self._group = table.unit_group.cpu()
-        self._size = torch.bincount(self._group)
-        self._start = torch.cumsum(self._size, 0) - self._size  # the units of a group are consecutive
-        self.room = torch.zeros_like(self._size)
+    def __init__(self, graph: ChannelGraph, align: int) -> None:
+        table = graph.costs
+        self._graph, self.align = graph, align
+        self._group, self._events = table.unit_group.cpu(), table.events.cpu()
+        self.size = torch.bincount(self._group)
+        self.shared = shared_events(table)
+        self._draws = 0
+        self.room = Room(torch.zeros_like(self.size), torch.zeros_like(self.shared))
 
-    def frames(self, masks: Tensor) -> Tensor:
-        """For every mask (a row) one that keeps its units, and as many more as there is room for.
+    def adjust(self, kept: Tensor, keep_probs: Tensor | None) -> bool:
+        """See to it that there is room for these masks; returns whether that changed it.
 
-        The room is adjusted first, for all of them together, so that the networks of a draw have the same shapes.
+        Args:
+            kept: (n, U) masks of one draw, after the at-least-one rule.
+            keep_probs: s, or None where the structure is fixed and no other mask will come.
         """
-        masks = torch.stack([self._table.at_least_one(mask.cpu().bool()) for mask in masks])
-        if self.align == 1:
-            return masks
-        needed = torch.zeros(len(masks), self._size.numel(), dtype=torch.int64).index_add(1, self._group, masks.long())
-        self._adjust(needed.amax(0))
-        spare = (self.room - needed)[:, self._group]
-        # Passengers are the first units of a group that were not drawn: the same ones in all groups of a stream.
-        waiting = (~masks).long()
-        before = torch.cumsum(waiting, 1) - waiting
-        rank = before - before[:, self._start][:, self._group]
-        return masks | (rank < spare)
+        needed, happens = self._needed(kept)
+        self._draws += 1
+        too_small = needed > self.room.units
+        missing = happens & ~self.room.streams
+        overflows = bool(too_small.any() | missing.any())
+        if not overflows and keep_probs is not None and self._draws % LOOK_EVERY:
+            return False
+        fresh = self._fresh(needed, happens, keep_probs)
+        if keep_probs is None or self._draws == 1 or self._flops(self.room) > RENEW * self._flops(fresh):
+            if torch.equal(fresh.units, self.room.units) and torch.equal(fresh.streams, self.room.streams):
+                return False
+            self.room = fresh
+        elif overflows:
+            grown = torch.where(too_small, torch.maximum(fresh.units, self.room.units), self.room.units)
+            self.room = Room(grown, self.room.streams | missing)
+        else:
+            return False
+        return True
 
-    def _adjust(self, needed: Tensor) -> None:
-        aligned = torch.minimum((needed + self.align - 1) // self.align * self.align, self._size)
-        too_small = self.room < needed
-        too_large = (self.room > SHRINK * aligned) & (self.room - aligned > self.align)
-        self.room = torch.where(too_small | too_large, aligned, self.room)
+    @property
+    def flops(self) -> int:
+        """FLOPs of one example through a network of this room, zeros included."""
+        return self._flops(self.room)
+
+    @property
+    def typical_units(self) -> Tensor:
+        """(U,) bool: the units of one frame of this room; every frame has the same shapes."""
+        return self._units(self.room)
+
+    def _needed(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """The most units of each group, and the shared channels, that the masks keep."""
+        kept = kept.cpu()
+        counts = torch.zeros(len(kept), self.size.numel(), dtype=torch.int64).index_add(1, self._group, kept.long())
+        padded = torch.cat([kept.any(0), kept.new_zeros(1)])
+        return counts.amax(0), padded[self._events].any(1) & self.shared
+
+    def _fresh(self, needed: Tensor, happens: Tensor, s: Tensor | None) -> Room:
+        want, possible = needed, happens
+        if s is not None:
+            s = s.cpu().double()
+            zeros = torch.zeros(self.size.numel(), dtype=torch.float64)
+            mean = zeros.index_add(0, self._group, s)
+            spread = zeros.index_add(0, self._group, s * (1 - s)).sqrt()
+            want = torch.maximum(needed, (mean + MARGIN * spread - 1e-6).ceil().long())
+            absent = torch.cat([1 - s, s.new_ones(1)])[self._events].prod(1)
+            possible = happens | ((1 - absent > POSSIBLE) & self.shared)
+        aligned = (want + self.align - 1) // self.align * self.align
+        return Room(torch.minimum(aligned, self.size), possible)
+
+    def _units(self, room: Room) -> Tensor:
+        start = torch.cumsum(self.size, 0) - self.size  # the units of a group are consecutive
+        return torch.arange(self._group.numel()) - start[self._group] < room.units[self._group]
+
+    def _flops(self, room: Room) -> int:
+        frame = torch.where(self.shared, room.streams, self._units(room)[self._events[:, 0]])
+        return self._graph.flops_within(frame)
+
+
+def shared_events(table: CostTable) -> Tensor:
+    """(num_events,) bool: the channels that more than one unit writes."""
+    return (table.events >= 0).sum(1).cpu() > 1

@@ -12,10 +12,24 @@ layer is still a `Conv2d`. `finish(..., plain=True)` does without, at the price 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from slimstart.kernels import take_channels
+
+Dims = tuple[int, int]
+BUFFERS = ("stream_read", "stream_write", "stream_read_back", "stream_write_back")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a port: for every channel of the layer its place in the stream, and perhaps the other way round."""
+
+    index: Tensor
+    back: Tensor | None = None
 
 
 class StreamPort(nn.Module):
@@ -24,21 +38,36 @@ class StreamPort(nn.Module):
     Attributes:
         stream_read: indices of the channels that the layer reads, None for all.
         stream_write: where in the stream the layer's outputs go, None for everywhere.
+        stream_read_back, stream_write_back: for every channel of the stream, which of the layer's it is, or -1. With
+            them, indices may be -1 too (a passenger, which reads nothing and writes nothing), and a GPU needs one
+            kernel each way; without them, plain operations that every exporter knows do the work.
         stream_width: channels of the stream written to.
         stream_dims: channel dimension of input and output, counted from the end.
     """
 
     stream_read: Tensor | None
     stream_write: Tensor | None
+    stream_read_back: Tensor | None
+    stream_write_back: Tensor | None
     stream_width: int
     stream_dims: tuple[int, int]
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        on_gpu = input.is_cuda and not torch.compiler.is_compiling()
         if self.stream_read is not None:
-            input = input.index_select(self.stream_dims[0], self.stream_read)
+            if self.stream_read_back is None and on_gpu:
+                self.stream_read_back = backwards(self.stream_read, input.shape[self.stream_dims[0]])
+            if self.stream_read_back is None:
+                input = input.index_select(self.stream_dims[0], self.stream_read)
+            else:
+                input = take_channels(input, self.stream_read, self.stream_read_back, self.stream_dims[0])
         y: Tensor = super().forward(input, *args, **kwargs)
         if self.stream_write is None:
             return y
+        if self.stream_write_back is None and on_gpu:
+            self.stream_write_back = backwards(self.stream_write, self.stream_width)
+        if self.stream_write_back is not None:
+            return take_channels(y, self.stream_write_back, self.stream_write, self.stream_dims[1])
         dim = y.dim() + self.stream_dims[1]
         stream = y.new_zeros([self.stream_width if d == dim else size for d, size in enumerate(y.shape)])
         return stream.index_copy(dim, self.stream_write, y)
@@ -66,25 +95,32 @@ def _rebuild(layer: type[nn.Module]) -> nn.Module:
 def open_port(layer: nn.Module) -> None:
     """Give a layer a port, in place, that for now reads and writes everything."""
     layer.__class__ = ported(type(layer))
-    layer.register_buffer("stream_read", None, persistent=False)
-    layer.register_buffer("stream_write", None, persistent=False)
+    for name in BUFFERS:
+        layer.register_buffer(name, None, persistent=False)
     layer.stream_width = 0  # type: ignore[assignment]
     layer.stream_dims = (0, 0)  # type: ignore[assignment]
 
 
-def set_port(layer: nn.Module, read: Tensor | None, write: Tensor | None, width: int, dims: tuple[int, int]) -> None:
-    """Point the port of a layer at channels of the streams around it."""
+def set_port(layer: nn.Module, read: Side | None, write: Side | None, width: int, dims: Dims) -> None:
+    """Point the port of a layer at channels of the streams around it: where each of the layer's is, None for all."""
     device = next((t.device for t in layer.parameters(recurse=False)), torch.device("cpu"))
-    layer.stream_read = None if read is None else read.to(device)  # type: ignore[assignment]
-    layer.stream_write = None if write is None else write.to(device)  # type: ignore[assignment]
+    for name, side in (("stream_read", read), ("stream_write", write)):
+        index, back = (side.index, side.back) if side is not None else (None, None)
+        setattr(layer, name, None if index is None else index.to(device))
+        setattr(layer, f"{name}_back", None if back is None else back.to(device))
     layer.stream_width = width  # type: ignore[assignment]
     layer.stream_dims = dims  # type: ignore[assignment]
+
+
+def backwards(index: Tensor, width: int) -> Tensor:
+    """For every channel of a stream of this width, where it is in `index`, or -1."""
+    return index.new_full((width,), -1).index_copy(0, index, torch.arange(index.numel(), device=index.device))
 
 
 def close_port(layer: nn.Module) -> None:
     """Take the port away again, in place."""
     if isinstance(layer, StreamPort):
-        for name in ("stream_read", "stream_write"):
+        for name in BUFFERS:
             layer._buffers.pop(name)
             layer._non_persistent_buffers_set.discard(name)
         for name in ("stream_width", "stream_dims"):

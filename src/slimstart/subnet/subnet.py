@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from slimstart.graph import ChannelGraph, PaddedSelection, Selection
+from slimstart.graph import ChannelGraph, Selection
 from slimstart.subnet.compact import point_port, ports_in, set_attributes, tensor_names, tensor_places
 from slimstart.subnet.streams import open_port
 
@@ -28,7 +27,8 @@ class Subnet:
 
     Attributes:
         module: the narrow module; the same object for ever.
-        selection: what it holds now; None before the first `load`.
+        selection: what it was loaded with; None before the first `load`.
+        ports: the layers that may need a port, by name.
     """
 
     def __init__(self, model: nn.Module, graph: ChannelGraph) -> None:
@@ -57,9 +57,8 @@ class Subnet:
             for name, (home, _) in self._homes.items()
             if name not in graph.tensors and not isinstance(home, _NormBase)
         }
-        self._silenced: dict[str, nn.Parameter] = {}  # those that have a hook for it
-        self._ports = {name: self.module.get_submodule(name) for name in ports_in(graph)}
-        for layer in self._ports.values():
+        self.ports = {name: self.module.get_submodule(name) for name in ports_in(graph)}
+        for layer in self.ports.values():
             open_port(layer)
 
     @torch.inference_mode(False)
@@ -68,9 +67,9 @@ class Subnet:
         """Become the network of another selection, with the dense model's present values."""
         for name in self._moving:
             dense = self.dense(name)
-            if name in self._seen and self._seen[name] == (dense._version, self.tensor(name)._version):
+            if self._is_seen(name):
                 continue
-            narrow = selection.gather(name, dense.detach())
+            narrow = in_layout_of(dense, selection.gather(name, dense.detach()))
             owner, key = self._owners[name][0]
             current = getattr(owner, key)
             if (current.shape, current.device, current.dtype) == (narrow.shape, narrow.device, narrow.dtype):
@@ -84,30 +83,12 @@ class Subnet:
             for owner, key in self._owners[name]:
                 setattr(owner, key, fresh)
             self._note(name)
-        if isinstance(selection, PaddedSelection):
-            self._silence_passengers()
         torch.clear_autocast_cache()  # it knows tensors by identity, and some of them have new values
         set_attributes(self.module, selection)
-        for name, layer in self._ports.items():
+        for name, layer in self.ports.items():
             point_port(layer, name, selection)
         self.follow_modes()
         self.selection = selection
-
-    def _silence_passengers(self) -> None:
-        """See to it that gradients of passengers are zero: otherwise they would learn.
-
-        A passenger computes zero, but a gradient can reach it all the same: through a stream that another layer writes
-        too, or from behind an activation that does not keep zero.
-        """
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad and self._silenced.get(name) is not parameter:
-                self._silenced[name] = parameter
-                parameter.register_post_accumulate_grad_hook(partial(self._silence, name))
-
-    def _silence(self, name: str, parameter: Tensor) -> None:
-        if isinstance(self.selection, PaddedSelection) and parameter.grad is not None:
-            for dim, places in self.selection.absent(name, parameter.device).items():
-                parameter.grad.index_fill_(dim, places, 0)
 
     def _note(self, name: str) -> None:
         if name in self._constant:
@@ -124,7 +105,7 @@ class Subnet:
         """Write parameters and buffers back into the dense model; what is not selected there stays untouched."""
         assert self.selection is not None
         for name in self._moving:
-            if name in self._seen and self._seen[name] == (self.dense(name)._version, self.tensor(name)._version):
+            if self._is_seen(name):
                 continue
             self.selection.scatter_(name, self.dense(name).detach(), self.tensor(name).detach())
             self._note(name)
@@ -149,5 +130,22 @@ class Subnet:
     @property
     def statistics(self) -> list[Tensor]:
         """The buffers that a forward is expected to change."""
-        changing = [self.tensor(name) for name in self._moving if name not in self._constant]
+        changing = [self.tensor(name) for name in self.changing]
         return [tensor for tensor in changing if not isinstance(tensor, nn.Parameter)]
+
+    @property
+    def changing(self) -> list[str]:
+        """Everything that a step may change: all that is not a buffer without channels which has stayed as it was."""
+        return [name for name in self._moving if name not in self._constant or not self._is_seen(name)]
+
+    def _is_seen(self, name: str) -> bool:
+        return self._seen.get(name) == (self.dense(name)._version, self.tensor(name)._version)
+
+
+def in_layout_of(dense: Tensor, narrow: Tensor) -> Tensor:
+    """A narrow tensor with its dimensions in the order, in memory, that they have in the dense one (channels-last)."""
+    order = sorted(range(dense.dim()), key=lambda dim: -dense.stride()[dim])
+    if order == list(range(dense.dim())):
+        return narrow
+    inverse = [order.index(dim) for dim in range(dense.dim())]
+    return narrow.permute(order).contiguous().permute(inverse)

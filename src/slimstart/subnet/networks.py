@@ -1,0 +1,125 @@
+"""The networks of a draw: the one that is trained, with the optimizer that trains it, and its references.
+
+`Networks` gives every draw exactly the channels that it keeps, so shapes change with every draw. `SlotNetworks`, in
+`slotted.py`, is the same with shapes that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slimstart.graph import ChannelGraph, Selection
+from slimstart.subnet.optimizer_state import OptimizerLink
+from slimstart.subnet.subnet import Subnet
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What runs in a step, zeros of padding included.
+
+    Attributes:
+        flops: of one example through the network that is trained.
+        reference_flops: of one example through each reference.
+        num_filters: of every layer with filters, in the network that is trained.
+    """
+
+    flops: int
+    reference_flops: tuple[int, ...]
+    num_filters: dict[str, int]
+
+
+class Networks:
+    """Exactly what a draw keeps.
+
+    The dense model is the truth about everything that is not in a draw, and, after `store`, about everything.
+
+    Args:
+        model: the dense model.
+        optimizer: over its parameters; it holds the narrow ones from the first `enter` on.
+        graph: of the model.
+
+    Attributes:
+        masks: (n, U), of the present draw, as they were drawn. The first network is trained.
+        net: the narrow network that is trained.
+        version: another one whenever tensors of `net` have been exchanged for others.
+    """
+
+    masks: Tensor
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, graph: ChannelGraph) -> None:
+        self.graph, self.model = graph, model
+        self.net, self.reference = Subnet(model, graph), Subnet(model, graph)
+        named = dict(model.named_parameters())
+        self.link = OptimizerLink(optimizer, {name: named[name] for name in graph.tensors if name in named})
+        self.version = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the dense model is."""
+        return next(self.model.parameters()).device
+
+    def enter(self, masks: Tensor, keep_probs: Tensor | None) -> None:
+        """Become the networks of another draw; what the last ones have learned must have been stored.
+
+        Args:
+            masks: (n, U) raw draws.
+            keep_probs: s, for room to be made with foresight; None where the structure is fixed.
+        """
+        self.masks = masks.clone()
+        self._load(self.graph.select(masks[0]))
+
+    def _load(self, selection: Selection) -> None:
+        self.version += 1
+        self.net.load(selection)
+        self.link.point(self.net.parameters, selection)
+        self.__dict__.pop("executed", None)
+
+    def references(self) -> Iterator[nn.Module]:
+        """The other networks of the draw, one after the other."""
+        for mask in self.masks[1:]:
+            self.reference.load(self.graph.select(mask))
+            yield self.reference.module
+
+    def store(self) -> None:
+        """Write what the network and the optimizer have learned into the dense model and state."""
+        assert self.net.selection is not None
+        self.net.store()
+        self.link.store(self.net.selection)
+
+    def reload(self) -> None:
+        """The dense model has been loaded: take the new values over."""
+        assert self.net.selection is not None
+        self._load(self.net.selection)
+
+    def adopt(self) -> None:
+        """The optimizer has loaded a dense state dict: take it over."""
+        assert self.net.selection is not None
+        self.version += 1
+        self.link.adopt(self.net.parameters, self.net.selection)
+
+    @cached_property
+    def executed(self) -> Executed:
+        """What runs in a step now."""
+        frames = [self.graph.select(mask) for mask in self.masks.cpu()]
+        costs = [self.graph.flops_within(frame.happens[:-1]) for frame in frames]
+        return Executed(costs[0], tuple(costs[1:]), num_filters(self.graph, frames[0].mask))
+
+    @property
+    def room(self) -> dict[str, Tensor]:
+        """What there is room for, where that is more than the draw; for checkpoints."""
+        return {}
+
+    def restore(self, masks: Tensor, room: Mapping[str, Tensor], keep_probs: Tensor | None) -> None:
+        """Be again what a checkpoint says, for a dense model that has been loaded."""
+        self.enter(masks, keep_probs)
+
+
+def num_filters(graph: ChannelGraph, units: Tensor) -> dict[str, int]:
+    """How many filters of each layer go with these units, those that are always there included."""
+    return {name: int((units[owner.clamp(min=0)] | (owner < 0)).sum()) for name, owner in graph.filters.items()}
