@@ -17,8 +17,8 @@ from slimstart import atomic
 from slimstart.errors import CheckpointError
 
 FORMAT = "slimstart.training/1"
-_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "policy", "model"}
-_KEYS |= {"optimizer", "random"}
+_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "pending", "policy"}
+_KEYS |= {"model", "optimizer", "random"}
 
 
 _SEAL = b"\nslimstart blake2b "
@@ -113,11 +113,11 @@ def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.S
             )
     if _shapes(state["model"]) != _shapes(own["model"]):
         raise CheckpointError("the state dict's model has other tensors or shapes than this one")
-    masks, own_masks = state["masks"], own["masks"]
-    if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape[1:] != own_masks.shape[1:]:
-        raise CheckpointError("the state dict's masks do not fit the network")
+    for masks in (state["masks"], *([] if state["pending"] is None else [state["pending"]])):
+        if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape[1:] != own["masks"].shape[1:]:
+            raise CheckpointError("the state dict's masks do not fit the network")
     room = state["room"]
-    if not isinstance(room, Tensor) or room.dtype != torch.int64 or room.shape != own["room"].shape:
+    if not isinstance(room, Mapping) or (room and own["room"] and _shapes(room) != _shapes(own["room"])):
         raise CheckpointError("the state dict's room for units does not fit the network")
     optimizer = state["optimizer"]
     if missing := sorted({"state", "param_groups"} - optimizer.keys()):

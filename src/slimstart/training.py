@@ -16,22 +16,35 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from slimstart import checkpoints
-from slimstart.engine import check_finite, forward_without_trace, undoing_statistics
-from slimstart.engine.eager import LossFunction
+from slimstart.engine import (
+    Backward,
+    DeviceSearch,
+    LossFunction,
+    Search,
+    Steps,
+    check_finite,
+    choose,
+    forward_without_trace,
+    not_finite,
+    undoing_statistics,
+)
+from slimstart.engine.optimizers import fuse, unfuse
 from slimstart.errors import TraceError
 from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
-from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy
-from slimstart.subnet import OptimizerLink, Subnet, recalibrate, trace_verified
-from slimstart.subnet.slots import Slots
+from slimstart.structure import BernoulliUnits, Budget, DevicePolicy, Estimator, Policy
+from slimstart.subnet import Executed, Networks, SlotNetworks, Subnet, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
 
 
@@ -54,9 +67,13 @@ class SparseTraining:
         resample_every: steps for which a sub-network is held. Only the first of them updates s: after it the weights
             have been trained for this mask, and the two losses no longer compare.
         align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
-            with zeros that stay zero. 1: no padding.
+            with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1.
         total_steps: if given, `structure_lr` falls to 0 over so many steps along a cosine.
         seed: of the masks.
+        engine: "eager", "graphs" (CUDA graphs), or "auto": graphs where the model is on a GPU and the optimizer allows
+            it. Both give the same results.
+        max_grad_norm: `step` clips the norm of all gradients together at this.
+        scaler: `step` scales the loss with it, for float16.
         keep: names of modules or parameters to leave whole.
         policy: called with the graph's cost table, in place of the paper's policy; `budget`, `estimator`, `alpha`,
             `structure_lr`, `total_steps` and `seed` then mean nothing.
@@ -77,16 +94,19 @@ class SparseTraining:
         alpha: float = 0.5,
         structure_lr: float = 12e-3,
         resample_every: int = 1,
-        align: int = 1,
+        align: int | None = None,
         total_steps: int | None = None,
         seed: int = 0,
         *,
+        engine: str = "auto",
+        max_grad_norm: float | None = None,
+        scaler: GradScaler | None = None,
         keep: Iterable[str] = (),
         policy: Callable[..., Policy] | None = None,
     ) -> None:
         if resample_every < 1:
             raise ValueError(f"`resample_every` is {resample_every}; it must be at least 1")
-        if align < 1:
+        if align is not None and align < 1:
             raise ValueError(f"`align` is {align}; it must be at least 1")
         if (budget is None) == (policy is None):
             raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
@@ -107,14 +127,28 @@ class SparseTraining:
         self.num_steps = 0
         self.settled = False
         self._held_steps = 0  # since the last draw
-        self._net, self._reference = Subnet(model, self.graph), Subnet(model, self.graph)
-        self._slots = Slots(self.graph.costs, align)
-        named = dict(model.named_parameters())
-        self._link = OptimizerLink(optimizer, {name: named[name] for name in self.graph.tensors if name in named})
-        self._masks = self.policy.draw()
-        self._point()
+        self._backward = Backward(optimizer, max_grad_norm, scaler)
+        device = next(model.parameters()).device
+        self.engine, self._reason = choose(engine, optimizer, device)
+        align = align or (8 if self.engine == "graphs" else 1)
+        self._networks = (
+            Networks(model, optimizer, self.graph) if align == 1 else SlotNetworks(model, optimizer, self.graph, align)
+        )
+        self._steps: Steps | None = None
+        self._search = Search(self.policy, self._networks)
+        if self.engine == "graphs" and isinstance(self._networks, SlotNetworks):
+            losses = torch.zeros(self.policy.num_masks, dtype=torch.float64, device=device)
+            self._steps = Steps(self._networks, self._backward, losses)
+            if isinstance(self.policy, DevicePolicy) and self.policy.capturable:
+                self._search = DeviceSearch(self.policy, self._networks, losses, self._steps.ok, self._steps.side)
+        self._search.begin()
         keep_dense(
-            model, optimizer, sync=self.sync, reload=self._reload, adopt=self._adopt, dense=self._dense_optimizer_state
+            model,
+            optimizer,
+            sync=self.sync,
+            reload=self._networks.reload,
+            adopt=self._adopt,
+            dense=self._dense_optimizer_state,
         )
 
     # --- Algorithm 1 -------------------------------------------------------------------------------------------------
@@ -130,14 +164,23 @@ class SparseTraining:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
                 step before.
         """
-        self._net.follow_modes()
-        with undoing_statistics(self._net.statistics):
+        self._check()
+        self._networks.net.follow_modes()
+        captured = None if self._steps is None else self._steps.find(loss_fn, batch)
+        if self._steps is None or captured is None:
+            return self._step_eagerly(loss_fn, batch)
+        captured.load(batch)
+        losses = self._steps.losses
+        self._steps.launch(captured, partial(self._search.learn, losses) if self._learns else None)
+        self._count()
+        return captured.loss()
+
+    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
+        with undoing_statistics(self._networks.net.statistics):
             loss = loss_fn(self.net, *batch)
             reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
             check_finite(self.num_steps, loss, *reference_losses, unchanged="weights and keep-probabilities are")
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
+        self._backward(loss)
         self.update(loss, reference_losses)
         return loss.detach()
 
@@ -146,7 +189,7 @@ class SparseTraining:
     @property
     def net(self) -> nn.Module:
         """The narrow network to train: ask for it after every draw. Its modes follow those of `model`."""
-        return self._net.module
+        return self._networks.net.module
 
     @property
     def reference(self) -> nn.Module:
@@ -158,11 +201,8 @@ class SparseTraining:
 
     def references(self) -> Iterator[nn.Module]:
         """The other networks of the draw, one after the other; none where no reference is needed."""
-        if not self.needs_reference:
-            return
-        for mask, frame in zip(self._masks[1:], self._frames[1:], strict=True):
-            self._reference.load(self.graph.select_within(mask, frame))
-            yield self._reference.module
+        if self.needs_reference:
+            yield from self._networks.references()
 
     @property
     def needs_reference(self) -> bool:
@@ -194,34 +234,37 @@ class SparseTraining:
                     "network(s) too, in the order of `references()`"
                 )
             check_finite(self.num_steps, *losses, unchanged="keep-probabilities are")
-            self.policy.update(torch.stack([torch.as_tensor(one).detach().double().cpu() for one in losses]))
+            self._search.learn(torch.stack([torch.as_tensor(one).detach().double() for one in losses]))
+        self._count()
+
+    def _count(self) -> None:
         self.num_steps += 1
         self._held_steps += 1
         if not self.settled and self._held_steps >= self.resample_every:
             self.resample()
 
     def resample(self) -> None:
-        """Draw new masks now; `net` and the optimizer hold another network afterwards."""
+        """Go on to the next draw now; `net` and the optimizer hold another network afterwards."""
         if not self.settled:
-            self.sync()
-            self._masks = self.policy.draw()
-            self._point()
+            self._search.advance()
+            self._held_steps = 0
 
     def sync(self) -> None:
         """Write what `net` and the optimizer have learned into the dense model and state.
 
         Asking for a state dict does it by itself; before `copy.deepcopy(model)` in mid-window, do it by hand.
         """
-        assert self._net.selection is not None
-        self._net.store()
-        self._link.store(self._net.selection)
+        self._check(wait=True)
+        self._networks.store()
 
-    def _point(self) -> None:
-        self._frames = self._slots.frames(self._masks)
-        selection = self.graph.select_within(self._masks[0], self._frames[0])
-        self._net.load(selection)
-        self._link.point(self._net.parameters, selection)
-        self._held_steps = 0
+    def _check(self, wait: bool = False) -> None:
+        """Find out whether a captured step has met a loss that is not finite."""
+        if self._steps is not None:
+            if wait:
+                torch.cuda.synchronize()
+            if self._steps.failed:
+                self.num_steps -= self._steps.forgive()
+                raise not_finite("loss", math.nan, self.num_steps, "weights and keep-probabilities are")
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
@@ -233,22 +276,29 @@ class SparseTraining:
     @property
     def mask(self) -> Tensor:
         """m: which units `net` has."""
-        return self.graph.costs.at_least_one(self._masks[0])
-
-    @property
-    def frame(self) -> Tensor:
-        """Which units `net` has room for: those of `mask` and, with `align` > 1, others that are zero in it."""
-        return self._frames[0].clone()
+        return self.graph.costs.at_least_one(self._networks.masks[0].cpu())
 
     @property
     def reference_masks(self) -> Tensor:
-        """m': the other masks of the draw, one row each, as they were drawn; none where no reference is needed."""
-        return self._masks[1:].clone() if self.needs_reference else self._masks[:0]
+        """m': the other masks of the draw, one row each; none where no reference is needed."""
+        masks = self._networks.masks.cpu()
+        return masks[1:].clone() if self.needs_reference else masks[:0]
 
     @property
-    def reference_frames(self) -> Tensor:
-        """The frames of the reference networks; see `frame`."""
-        return self._frames[1:].clone() if self.needs_reference else self._frames[:0]
+    def executed(self) -> Executed:
+        """What the next step runs, zeros of padding included."""
+        found = self._networks.executed
+        return found if self.needs_reference else replace(found, reference_flops=())
+
+    @property
+    def executed_flops(self) -> int:
+        """FLOPs of one example through `net` as it is, zeros of padding included."""
+        return self._networks.executed.flops
+
+    @property
+    def reason(self) -> str | None:
+        """Why steps run eagerly, where they do."""
+        return self._reason if self._steps is None else self._steps.reason
 
     @property
     def expected_cost(self) -> float:
@@ -271,9 +321,10 @@ class SparseTraining:
             return
         seen = first_batches(batches, max_batches)
         self.sync()
-        self._masks = self._best_mask(seen, loss_fn, num_samples)[None]
+        mask = self._best_mask(seen, loss_fn, num_samples)
         self.settled = True
-        self._point()
+        self._networks.enter(mask[None], None)
+        self._held_steps = 0
         recalibrate(self.net, seen, loss_fn)
 
     def snapshot(
@@ -289,7 +340,7 @@ class SparseTraining:
             max_batches: how many of the batches to look at.
         """
         self.sync()
-        mask = self._masks[0] if self.settled else self.policy.best_guess()
+        mask = self.mask if self.settled else self.policy.best_guess()
         seen = None if batches is None else first_batches(batches, max_batches)
         return finished(self.model, self.graph.select(mask), seen, loss_fn, plain=False)
 
@@ -312,12 +363,12 @@ class SparseTraining:
         """
         seen = first_batches(batches, max_batches)
         self.sync()
-        mask = self._masks[0] if self.settled else self._best_mask(seen, loss_fn, num_samples)
+        mask = self.mask if self.settled else self._best_mask(seen, loss_fn, num_samples)
         return finished(self.model, self.graph.select(mask), seen, loss_fn, plain)
 
     def _best_mask(self, batches: Sequence[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int) -> Tensor:
         drawn = [self.graph.select(mask) for mask in self.policy.candidates(num_samples)]
-        return least_loss(drawn, self._reference, batches, loss_fn)
+        return least_loss(drawn, Subnet(self.model, self.graph), batches, loss_fn)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -333,8 +384,9 @@ class SparseTraining:
             "num_steps": self.num_steps,
             "held_steps": self._held_steps,
             "settled": self.settled,
-            "masks": self._masks.clone(),
-            "room": self._slots.room.clone(),
+            "masks": self._networks.masks.cpu(),
+            "room": self._networks.room,
+            "pending": self._search.pending,
             "policy": self.policy.state_dict(),
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
@@ -347,12 +399,13 @@ class SparseTraining:
         Raises:
             CheckpointError: the dict is not ours, or belongs to another network; nothing is changed then.
         """
-        checkpoints.check(state, own=self.state_dict(), parameter_shapes=self._link.dense_shapes)
+        checkpoints.check(state, own=self.state_dict(), parameter_shapes=self._networks.link.dense_shapes)
         self.policy.load_state_dict(state["policy"])
-        self._masks, self.settled = state["masks"].clone(), bool(state["settled"])
-        self._slots.room = state["room"].clone()
+        self.settled = bool(state["settled"])
         self.model.load_state_dict(state["model"])
-        self._point()
+        keep_probs = None if self.settled else self.policy.keep_probs
+        self._networks.restore(state["masks"], state["room"], keep_probs)
+        self._search.pending = state["pending"]
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.num_steps, self._held_steps = int(state["num_steps"]), int(state["held_steps"])
         torch.set_rng_state(state["random"].cpu())
@@ -371,15 +424,9 @@ class SparseTraining:
 
     # --- small print -------------------------------------------------------------------------------------------------
 
-    def _reload(self) -> None:
-        """The dense model has been loaded: `net` takes the new values over."""
-        assert self._net.selection is not None
-        self._net.load(self._net.selection)
-        self._link.point(self._net.parameters, self._net.selection)
-
     def _adopt(self) -> None:
-        assert self._net.selection is not None
-        self._link.adopt(self._net.parameters, self._net.selection)
+        (fuse if self.engine == "graphs" else unfuse)(self.optimizer)  # settings came with the state dict
+        self._networks.adopt()
 
     def _dense_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return self._link.dense_state_dict(state_dict)
+        return self._networks.link.dense_state_dict(state_dict)

@@ -1,8 +1,29 @@
-"""How one step runs: which forwards, and what must hold around them. Chosen by SparseTraining, invisible to the user.
+"""How one step runs, and what happens between two draws. Chosen by SparseTraining, invisible to the user.
 
-`eager.py` runs the user's loss function as it is. Nothing here knows masks or keep-probabilities.
+`eager.py` runs the user's loss function as it is; `graphs.py` captures it in CUDA graphs (`capture.py`), with its
+normalisations fused (`fusion.py`); `backward.py` is what follows a forward, with what optimizers need to be captured in
+`optimizers.py`. `search.py` learns, draws and exchanges networks, on the host or on the device. `plain.py` trains an
+ordinary network on the same engine.
 """
 
-from slimstart.engine.eager import check_finite, forward_without_trace, undoing_statistics
+from slimstart.engine.backward import Backward
+from slimstart.engine.choice import ENGINES, choose
+from slimstart.engine.eager import LossFunction, check_finite, forward_without_trace, not_finite, undoing_statistics
+from slimstart.engine.graphs import Steps
+from slimstart.engine.plain import PlainTraining
+from slimstart.engine.search import DeviceSearch, Search
 
-__all__ = ["check_finite", "forward_without_trace", "undoing_statistics"]
+__all__ = [
+    "ENGINES",
+    "Backward",
+    "DeviceSearch",
+    "LossFunction",
+    "PlainTraining",
+    "Search",
+    "Steps",
+    "check_finite",
+    "choose",
+    "forward_without_trace",
+    "not_finite",
+    "undoing_statistics",
+]

@@ -32,10 +32,15 @@ def check_finite(step: int, *losses: Tensor | float, unchanged: str) -> None:
     for which, loss in zip(("loss", *["reference loss"] * len(losses)), losses, strict=False):
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         if not math.isfinite(value):
-            raise NonFiniteLossError(
-                f"the {which} is {value} at step {step}; {unchanged} as before. "
-                "Lower the learning rate, clip gradients, or go back to a checkpoint"
-            )
+            raise not_finite(which, value, step, unchanged)
+
+
+def not_finite(which: str, value: float, step: int, unchanged: str) -> NonFiniteLossError:
+    """The error to raise; its arguments are those of `check_finite`."""
+    return NonFiniteLossError(
+        f"the {which} is {value} at step {step}; {unchanged} as before. "
+        "Lower the learning rate, clip gradients, or go back to a checkpoint"
+    )
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""What an optimizer needs to be captured: the learning rate in a tensor, and a way to skip a bad step on the device.
+
+PyTorch's fused optimizers have both. Others are run eagerly between graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+FUSED = (SGD, Adam, AdamW)
+
+
+def fuse(optimizer: Optimizer) -> bool:
+    """Make an optimizer use its fused kernels, if it has some; returns whether its step can be captured."""
+    if type(optimizer) not in FUSED:
+        return False
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not all(p.is_cuda and p.is_floating_point() for p in parameters):
+        return False
+    if any(group.get("differentiable") or group.get("maximize") for group in optimizer.param_groups):
+        return False
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+        if "capturable" in group:
+            group["capturable"] = True
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as its constructor would say
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):  # which lies on the CPU until the fused kernels need it
+            state["step"] = state["step"].to(parameters[0].device, torch.float32)
+    return True
+
+
+def unfuse(optimizer: Optimizer) -> None:
+    """Take back what only a GPU understands: settings that came with a state dict from one."""
+    for group in optimizer.param_groups:
+        if group.get("capturable") and not all(p.is_cuda for p in group["params"]):
+            group["capturable"] = False
+
+
+class CapturedRates:
+    """Learning rates as tensors that a graph reads, kept equal to those in the optimizer's groups."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
+        self._values: list[float] = [float("nan")] * len(self._rates)
+
+    def follow(self) -> None:
+        """Take over what a scheduler has set since."""
+        for number, (group, rate) in enumerate(zip(self._optimizer.param_groups, self._rates, strict=True)):
+            value = group["lr"]
+            if isinstance(value, Tensor):
+                rate.copy_(value)
+            elif value != self._values[number]:
+                rate.fill_(value)
+                self._values[number] = value
+
+    @contextmanager
+    def in_groups(self) -> Iterator[None]:
+        """The tensors stand in for the numbers, while a step is captured."""
+        groups = self._optimizer.param_groups
+        values = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, value in zip(groups, values, strict=True):
+                group["lr"] = value
+
+
+def settings(optimizer: Optimizer) -> tuple[Any, ...]:
+    """All hyper-parameters but the learning rate: a graph holds them as constants."""
+    return tuple(
+        (key, tuple(value) if isinstance(value, list) else value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in ("params", "lr", "initial_lr") and not isinstance(value, Tensor)
+    )

@@ -1,0 +1,109 @@
+"""Training of a network whose structure does not change, on the same engine: what ours is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from slimstart.engine.backward import Backward
+from slimstart.engine.choice import choose
+from slimstart.engine.eager import LossFunction, not_finite
+from slimstart.engine.graphs import Steps
+from slimstart.engine.optimizers import fuse as fuse_optimizer
+
+
+class PlainTraining:
+    """Steps of one network; on a GPU as CUDA graphs.
+
+    Args:
+        net: changed in place.
+        optimizer: over its parameters.
+        engine: "eager", "graphs", or "auto": graphs on a GPU.
+        max_grad_norm: the norm of all gradients together is clipped at this.
+        scaler: of the loss, for float16.
+        fuse: join batch norm with the ReLU and the sum behind it; in graphs.
+
+    Attributes:
+        engine: "eager" or "graphs".
+        num_steps: taken so far.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Optimizer,
+        *,
+        engine: str = "auto",
+        max_grad_norm: float | None = None,
+        scaler: GradScaler | None = None,
+        fuse: bool = True,
+    ) -> None:
+        self.net, self.num_steps = net, 0
+        self._backward = Backward(optimizer, max_grad_norm, scaler)
+        device = next(net.parameters()).device
+        self.engine, self._reason = choose(engine, optimizer, device)
+        self._steps: Steps | None = None
+        if self.engine == "graphs":
+            losses = torch.zeros(1, dtype=torch.float64, device=device)
+            subject = _Subject(net)
+            self._steps = Steps(subject, self._backward, losses, fuse)
+            optimizer.register_load_state_dict_post_hook(subject.exchanged)
+
+    @property
+    def reason(self) -> str | None:
+        """Why steps run eagerly, where they do."""
+        return self._reason if self._steps is None else self._steps.reason
+
+    def step(self, loss_fn: LossFunction, *batch: Any) -> Tensor:
+        """One step of gradient descent; returns the detached loss.
+
+        Raises:
+            NonFiniteLossError: in graphs, a step or two after a loss that was not finite; nothing has changed since.
+                Eager steps do not look.
+        """
+        kind = None
+        if self._steps is not None:
+            if self._steps.failed:
+                self.num_steps -= self._steps.forgive()
+                raise not_finite("loss", float("nan"), self.num_steps, "weights are")
+            kind = self._steps.find(loss_fn, batch)
+        self.num_steps += 1
+        if self._steps is None or kind is None:
+            loss = loss_fn(self.net, *batch)
+            self._backward(loss)
+            return loss.detach()
+        kind.load(batch)
+        self._steps.launch(kind)
+        return kind.loss()
+
+
+class _Subject:
+    """A network alone, as the subject of captured steps."""
+
+    companions: Sequence[tuple[Callable[[], None], nn.Module]] = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.version = module, 0
+
+    def exchanged(self, optimizer: Optimizer) -> None:
+        """The optimizer has loaded a state dict: it has other tensors now, and the settings of where it was saved."""
+        fuse_optimizer(optimizer)
+        self.version += 1
+
+    @property
+    def statistics(self) -> Sequence[Tensor]:
+        return [buffer for m in self.module.modules() if isinstance(m, _NormBase) for buffer in m.buffers()]
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        yield
+
+    def silence(self) -> None:
+        pass

@@ -1,0 +1,142 @@
+"""The kernels of fused normalisation against float64 on a GPU, alone and in captured networks. Run: pytest -m gpu."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slimstart import models
+from slimstart.engine import fusion
+from slimstart.kernels import norm
+from tests.norm_reference import CL, check, error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES = [
+    (256, 16, 32, 32),
+    (64, 8, 32, 32),
+    (64, 24, 32, 32),
+    (33, 40, 17, 15),
+    (9, 13, 31, 7),
+    (64, 160, 16, 16),
+    (64, 320, 8, 8),
+    (128, 640, 8, 8),
+    (16, 1100, 20, 20),
+    (256, 512, 4, 4),
+    (256, 72, 2, 2),
+    (64, 2048, 1, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_float64(shape, dtype):
+    for residual, relu in itertools.product((False, True), repeat=2):
+        check(shape, dtype=dtype, residual=residual, relu=relu, device="cuda")
+    check(shape, dtype=dtype, affine=False, device="cuda")
+
+
+@pytest.mark.parametrize("shape", SHAPES[::3], ids=str)
+def test_no_cancellation(shape):
+    check(shape, mean=10.0, std=0.1, device="cuda")
+
+
+@pytest.mark.parametrize("shape", [(64, 24, 32, 32), (64, 72, 4, 4)], ids=str)
+def test_same_bits_every_time(shape):
+    x, r, dy = (torch.randn(shape, device="cuda").contiguous(memory_format=CL) for _ in range(3))
+    weight, bias = torch.randn(2, shape[1], device="cuda").unbind()
+
+    def run():
+        inputs = [t.clone().requires_grad_() for t in (x, r, weight, bias)]
+        y = norm.batch_norm_act(*inputs, None, None, 0.1, 1e-5, True)
+        return y.detach(), *torch.autograd.grad(y, inputs, dy)
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_what_has_kernels():
+    x = torch.randn(4, 8, 6, 6, device="cuda").contiguous(memory_format=CL)
+    nothing = (None,) * 5
+    assert norm.supports(x, *nothing)
+    assert norm.supports(x, x.clone(), *nothing[1:])
+    assert not norm.supports(x.contiguous(), *nothing)
+    assert not norm.supports(x.double(), *nothing)
+    assert not norm.supports(x[:, :, 0], *nothing)
+    assert not norm.supports(x[:1, :, :1, :1], *nothing)
+    assert not norm.supports(x, x.bfloat16(), *nothing[1:])
+    assert not norm.supports(x, x[:1], *nothing[1:])
+    assert not norm.supports(x, None, torch.ones(8, device="cuda", dtype=torch.bfloat16), *nothing[2:])
+    assert not norm.supports(x.cpu(), *nothing)
+
+
+NETWORKS = {"vgg19": (16, 0), "resnet32": (16, 15), "wrn28_10": (25, 0), "mobilenet_v1": (27, 0)}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_captured_step_is_as_close_to_float64_as_without(name, autocast):
+    torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = False
+    net = getattr(models, name)(width=0.25, num_classes=10).cuda().to(memory_format=CL)
+    images = torch.randn(64, 3, 32, 32, device="cuda").contiguous(memory_format=CL)
+    labels = torch.randint(0, 10, (64,), device="cuda")
+    start = copy.deepcopy(net.state_dict())
+
+    def loss_fn(net, images):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            return F.cross_entropy(net(images), labels)
+
+    exact = copy.deepcopy(net).double()
+    loss_fn_exact = F.cross_entropy(exact(images.double()), labels)
+    loss_fn_exact.backward()
+
+    plan = fusion.record(lambda: loss_fn(net, images))
+    sums = sum(f.add is not None for f in plan.fusions)
+    assert (len(plan.fusions) - sums, sums) == NETWORKS[name]
+
+    def step(fused):
+        net.zero_grad(set_to_none=True)
+        if fused:
+            with fusion.fused(plan):
+                loss = loss_fn(net, images)
+        else:
+            loss = loss_fn(net, images)
+        loss.backward()
+        return loss.detach()
+
+    def captured(fused):
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step(fused)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step(fused)
+        net.load_state_dict(start)
+        graph.replay()
+        torch.cuda.synchronize()
+        kept = [error(p.grad, q.grad) for p, q in zip(net.parameters(), exact.parameters(), strict=True)]
+        buffers = [
+            error(p, q.double()) for p, q in zip(net.buffers(), exact.buffers(), strict=True) if p.is_floating_point()
+        ]
+        return abs(float(loss) - float(loss_fn_exact)), max(kept), max(buffers)
+
+    plain, fused = captured(False), captured(True)
+    floor = 1e-2 if autocast else 1e-5
+    for ours, theirs in zip(fused, plain, strict=True):
+        assert ours < 2 * theirs + floor, (fused, plain)
