@@ -5,20 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+Name = TypeVar("Name")
 
 
 class Stopwatch:
     """Times of one step in milliseconds, by the parts that it is made of.
 
     Waiting for the device behind every part would slow down the whole, so a watch measures either the total, and then
-    waits at the end alone, or the parts.
+    waits at the end alone, or the parts (`in_parts`).
     """
 
     def __init__(self, device: torch.device, in_parts: bool) -> None:
-        self._device, self._in_parts = device, in_parts
+        self._device, self.in_parts = device, in_parts
         self.parts: dict[str, float] = {}
         self._began = self._now()
 
@@ -29,7 +33,7 @@ class Stopwatch:
 
     def lap(self, name: str) -> None:
         """The part of this name is done."""
-        if self._in_parts:
+        if self.in_parts:
             now = self._now()
             self.parts[name] = self.parts.get(name, 0.0) + 1e3 * (now - self._began)
             self._began = now
@@ -74,3 +78,40 @@ def _divided(total: float, rows: list[dict[str, float]]) -> dict[str, float]:
     medians = {part: statistics.median(row[part] for row in rows) for part in rows[0]}
     share = total / sum(medians.values())
     return {"total": total, **{part: share * time for part, time in medians.items()}}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a contender does in its turn: so many steps, and a wait at the end alone."""
+
+    step: Callable[[], object]
+    num_steps: int = 1
+
+
+def take_turns(
+    turns: Mapping[Name, Turn], device: torch.device, rounds: int, seconds: float
+) -> dict[Name, tuple[float, ...]]:
+    """Milliseconds per step of every contender, turn by turn; all are warm already.
+
+    Args:
+        turns: of similar length, so that what disturbs the machine meets all with equal chance.
+        rounds: each contender has so many turns, at least two ...
+        seconds: ... but no new round begins when so much time has passed, once there are two.
+    """
+    times: dict[Name, list[float]] = {name: [] for name in turns}
+    began = time.perf_counter()
+    for number in range(rounds):
+        if number > 1 and time.perf_counter() - began > seconds:
+            break
+        for name, turn in turns.items():
+            watch = Stopwatch(device, in_parts=False)
+            for _ in range(turn.num_steps):
+                turn.step()
+            times[name].append(watch.stop() / turn.num_steps)
+    return {name: tuple(found) for name, found in times.items()}
+
+
+def spread(times: Sequence[float]) -> tuple[float, float]:
+    """Their 10th and 90th percentile; of two times at least."""
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return tenths[0], tenths[-1]

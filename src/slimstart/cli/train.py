@@ -67,6 +67,7 @@ def train(
     workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
     checkpoint_seconds: Annotated[float, typer.Option(help="Least time between two checkpoints.")] = 60.0,
     timing_rounds: Annotated[int, typer.Option(help="Steps to measure at the end; 0: no step times.")] = 20,
+    engine: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs), or auto: what is best here.")] = "auto",
     **options: Any,
 ) -> None:
     """Train a network, and keep everything about the run in one folder.
@@ -96,7 +97,7 @@ def train(
             record = records.read(run.record)
         else:
             display = TrainingDisplay(chosen.total_epochs)
-            place = Place(device, data_dir, workers, download, checkpoint_seconds, timing_rounds)
+            place = Place(device, data_dir, workers, download, checkpoint_seconds, timing_rounds, engine)
             try:
                 with display:
                     program = Program(chosen, run, place, display)

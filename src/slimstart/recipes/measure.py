@@ -11,6 +11,7 @@ from torch import nn
 
 from slimstart.accounting.timing import Step, Stopwatch, compare
 from slimstart.baselines import narrow
+from slimstart.engine import PlainTraining
 from slimstart.errors import BudgetError
 from slimstart.graph import trace
 from slimstart.recipes.methods import Batch, Loss, Search, sgd
@@ -35,6 +36,7 @@ def step_times(
     batch: Batch,
     own_flops: int,
     dense_flops: int,
+    engine: str = "auto",
     rounds: int = 20,
     seconds: float = 10.0,
 ) -> StepTimes:
@@ -43,19 +45,20 @@ def step_times(
     Args:
         own_flops: of the finished network; the hand-narrowed one has as many.
         dense_flops: of the dense one.
+        engine: of all of them.
     """
-    steps: dict[str, Step] = {"dense": _plain_step(recipe, make_model(), batch)}
+    steps: dict[str, Step] = {"dense": _plain_step(recipe, make_model(), batch, engine)}
     if recipe.method != "dense":
         model = make_model()
         graph = trace(model, batch[0][:1], coupling="stream")
         # Half a FLOP more, so that rounding does not make it the next narrower network.
         budget = Flops(min(1.0, (own_flops + 0.5) / dense_flops))
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            steps["narrow"] = _plain_step(recipe, narrow(model, graph, budget), batch)
+            steps["narrow"] = _plain_step(recipe, narrow(model, graph, budget), batch, engine)
     if recipe.method == "slimstart":
         held_long = recipe.resample_every > 1  # then draws are made by hand, so that a held step makes none
         endless = merged(recipe, {"resample_every": 10**9 if held_long else 1})
-        search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000)
+        search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000, engine=engine)
         steps["slimstart"] = _search_step(search, batch, draw=held_long)
         if held_long:
             steps["held"] = _search_step(search, batch, draw=False)
@@ -68,10 +71,14 @@ def step_times(
     return StepTimes(own["total"], own["forward"], own["backward"], times["dense"]["total"], narrow_ms)
 
 
-def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch) -> Step:
+def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch, engine: str) -> Step:
     optimizer, loss_fn = sgd(recipe, network), Loss(recipe)
+    training = PlainTraining(network, optimizer, engine=engine)
 
     def step(watch: Stopwatch) -> None:
+        if not watch.in_parts:
+            training.step(loss_fn, *batch)
+            return
         loss = loss_fn(network, *batch)
         watch.lap("forward")
         optimizer.zero_grad(set_to_none=True)
@@ -84,13 +91,16 @@ def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch) -> Step:
 
 
 def _search_step(search: Search, batch: Batch, draw: bool) -> Step:
-    """A step of Algorithm 1 by its verbs, both forwards in one lap; `draw`: with the draw before it."""
+    """A step of Algorithm 1; in parts by its verbs, both forwards in one. `draw`: with the draw before it."""
     sparse, loss_fn = search.sparse, search.loss_fn
 
     def step(watch: Stopwatch) -> None:
         if draw:
             sparse.resample()
             watch.lap("other")
+        if not watch.in_parts:
+            sparse.step(loss_fn, *batch)
+            return
         loss = loss_fn(sparse.net, *batch)
         with torch.no_grad():
             references = [loss_fn(net, *batch) for net in sparse.references()]

@@ -19,11 +19,11 @@ from torch.optim import SGD, Optimizer
 from slimstart.accounting import counting, flops
 from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers
 from slimstart.baselines import narrow
+from slimstart.engine import PlainTraining
 from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph, trace
 from slimstart.recipes.evaluation import logits_of
 from slimstart.recipes.recipe import Recipe
-from slimstart.structure import Flops
 from slimstart.subnet import compact
 from slimstart.training import SparseTraining
 
@@ -88,21 +88,24 @@ def sgd(recipe: Recipe, model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
 
 
-def make_method(recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int) -> Method:
+def make_method(
+    recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int, engine: str = "auto"
+) -> Method:
     """The method that a recipe names, around a freshly initialised dense model.
 
     Args:
         example: one image, as a batch.
+        engine: as for `SparseTraining`.
     """
     if recipe.method == "slimstart":
-        return Search(recipe, model, example, steps_per_epoch)
+        return Search(recipe, model, example, steps_per_epoch, engine)
     graph = trace(model, example, coupling="stream")
     budget = recipe.parsed_budget
     if budget is None:
         network = compact(model, graph.select(torch.ones(graph.num_units, dtype=torch.bool)))
     else:
         network = narrow(model, graph, budget)
-    return Fixed(recipe, graph, network, example)
+    return Fixed(recipe, graph, network, example, engine)
 
 
 class Fixed:
@@ -112,20 +115,20 @@ class Fixed:
     keep_probs = None
     expected_cost = None
 
-    def __init__(self, recipe: Recipe, graph: ChannelGraph, network: nn.Module, example: Tensor) -> None:
+    def __init__(
+        self, recipe: Recipe, graph: ChannelGraph, network: nn.Module, example: Tensor, engine: str = "auto"
+    ) -> None:
         self.graph, self.network, self.loss_fn = graph, network, Loss(recipe)
         self.optimizer = sgd(recipe, network)
+        self._training = PlainTraining(network, self.optimizer, engine=engine)
         self.ledger = Ledger()
         self.flops = flops(network, example)
         self._input_gradient = first_layers(network, example).input_gradient()
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss_fn(self.network, images, labels)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
+        loss = self._training.step(self.loss_fn, images, labels)
         self.ledger.step(len(images), self.flops, self._input_gradient)
-        return loss.detach()
+        return loss
 
     def settle(self, batches: Iterable[Batch]) -> None:
         pass
@@ -155,7 +158,9 @@ class Fixed:
 class Search:
     """Algorithm 1, then a fixed structure."""
 
-    def __init__(self, recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int) -> None:
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int, engine: str = "auto"
+    ) -> None:
         self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
         self.optimizer = sgd(recipe, model)
         self.sparse = SparseTraining(
@@ -169,22 +174,12 @@ class Search:
             resample_every=recipe.resample_every,
             total_steps=max(1, recipe.search_epochs * steps_per_epoch),
             align=recipe.align,
+            engine=engine,
             seed=recipe.seed,
         )
         self.graph = self.sparse.graph
         self.ledger = Ledger()
-        self._exact_cost = Flops(1.0).bind(self.graph.costs).cost
-        self._known: dict[bytes, int] = {}
         self._first: FirstLayers = first_layers(model, example)
-
-    def _cost(self, mask: Tensor) -> int:
-        """FLOPs of one image under a mask; those of the present draw are asked for again and again."""
-        key = mask.numpy().tobytes()
-        if key not in self._known:
-            if len(self._known) >= 4:
-                self._known.clear()
-            self._known[key] = self._exact_cost(mask)
-        return self._known[key]
 
     @property
     def searching(self) -> bool:
@@ -200,16 +195,13 @@ class Search:
 
     @property
     def flops(self) -> int:
-        return self._cost(self.sparse.mask)
+        return self.sparse.executed_flops
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        frame = self.sparse.frame  # what is executed, zeros of padding included
-        filters = self.graph.filters
-        kept = {name: _num_kept(filters[name], frame) for name in self._first.filters if name in filters}
-        input_gradient = self._first.input_gradient({**self._first.filters, **kept})
-        reference = sum(self._cost(one) for one in self.sparse.reference_frames)
+        runs = self.sparse.executed
+        input_gradient = self._first.input_gradient({**self._first.filters, **runs.num_filters})
         loss = self.sparse.step(self.loss_fn, images, labels)
-        self.ledger.step(len(images), self._cost(frame), input_gradient, reference)
+        self.ledger.step(len(images), runs.flops, input_gradient, sum(runs.reference_flops))
         return loss
 
     def settle(self, batches: Iterable[Batch]) -> None:
@@ -234,8 +226,3 @@ class Search:
             raise CheckpointError("the checkpoint is of another method")
         self.sparse.load_state_dict(state["sparse"])
         self.ledger = Ledger(**state["ledger"])
-
-
-def _num_kept(units: Tensor, mask: Tensor) -> int:
-    """How many of the filters with these units (-1: always there) a mask keeps."""
-    return int((mask[units.clamp(min=0)] | (units < 0)).sum())

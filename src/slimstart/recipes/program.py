@@ -70,7 +70,7 @@ class Program:
         self.dense_params = sum(parameter.numel() for parameter in model.parameters())
         saved = first_layers(model, self.example).input_gradient()
         self.dense_step_flops = recipe.batch_size * (3 * self.dense_flops - saved)
-        self.method = make_method(recipe, model, self.example, self.steps_per_epoch)
+        self.method = make_method(recipe, model, self.example, self.steps_per_epoch, self.place.engine)
         self.progress = Progress()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._began = self._last_saved = self._last_shown = time.monotonic()
@@ -79,7 +79,7 @@ class Program:
         """The dense network, freshly initialised."""
         recipe, channels = self.recipe, self.data.image_shape[0]
         model = make_model(recipe.model, num_classes=self.data.num_classes, in_channels=channels, width=recipe.width)
-        return model.to(self.device)
+        return surroundings.suited(model, self.device)
 
     # --- from the first step to the record ---------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Program:
         batch = next(iter(self.data.train.epoch(0)))
         own, rounds = flops(network, self.example), self.place.timing_rounds
         try:
-            return step_times(self.recipe, self.make_model, batch, own, self.dense_flops, rounds)
+            return step_times(self.recipe, self.make_model, batch, own, self.dense_flops, self.place.engine, rounds)
         except (RuntimeError, MemoryError) as error:
             if "memory" not in f"{type(error).__name__} {error}".lower():
                 raise

@@ -52,7 +52,9 @@ class Recipe:
     )
     structure_lr: float = _setting(12e-3, "learning rate of the keep-probabilities s")
     resample_every: int = _setting(1, "steps for which a sub-network is held")
-    align: int = _setting(1, "room for units in multiples of this, padded with zeros, so that shapes survive a draw")
+    align: int | None = _setting(
+        None, "room for units in multiples of this, padded with zeros; 8 with CUDA graphs and 1 without if not given"
+    )
     settle_at: float = _setting(1.0, "share of the epochs after which the structure is fixed")
     num_masks: int = _setting(10, "masks from which the structure is chosen, by loss on training batches")
 
@@ -126,7 +128,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         if getattr(recipe, name) not in known:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(known)}"
     for name in ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every"):
-        if getattr(recipe, name) < 1:
+        if getattr(recipe, name) is not None and getattr(recipe, name) < 1:
             yield f"`{name}` is {getattr(recipe, name)}; it must be at least 1"
     for name in ("width", "structure_lr", "lr", "finetune_lr"):
         if not 0 < getattr(recipe, name) < float("inf"):

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimstart import data
+from slimstart.engine.choice import ENGINES
 from slimstart.errors import ConfigError
 from slimstart.recipes.recipe import Recipe
 from slimstart.version import __version__
@@ -31,11 +32,14 @@ class Place:
     download: bool = True
     checkpoint_seconds: float = 60.0
     timing_rounds: int = 20  # 0: step times are not measured
+    engine: str = "auto"  # "eager", "graphs", or what is best here
 
     def __post_init__(self) -> None:
         for name in ("workers", "checkpoint_seconds", "timing_rounds"):
             if not getattr(self, name) >= 0:  # NaN is not, either
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; it must not be negative")
+        if self.engine not in ENGINES:
+            raise ConfigError(f"`engine` is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
 
 
 def command() -> str:
@@ -79,6 +83,12 @@ def load_data(
         download=place.download,
         progress=progress,
     )
+
+
+def suited(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on the device, in the memory format that its convolutions are fastest in there."""
+    model = model.to(device)
+    return model.to(memory_format=torch.channels_last) if device.type == "cuda" else model  # type: ignore[call-overload]
 
 
 def set_precision(precision: str) -> None:

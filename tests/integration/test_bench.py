@@ -1,0 +1,436 @@
+"""`slimstart bench`: what a row says is the arithmetic of what was measured, and everything wrong is refused before."""
+
+import dataclasses
+import json
+import logging
+import re
+import statistics
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slimstart import bench_records
+from slimstart.accounting.timing import Turn, spread, take_turns
+from slimstart.bench_records import Bench, Row
+from slimstart.cli import main
+from slimstart.cli.display import console
+from slimstart.errors import CheckpointError, ConfigError, RecordError
+from slimstart.graph import trace
+from slimstart.models import build
+from slimstart.recipes import bench, bench_contenders, bench_structure
+from slimstart.recipes.bench import Benchmark, run
+from slimstart.recipes.bench_settings import Settings
+from slimstart.recipes.runs import Run
+from slimstart.reports import bench_plot
+from slimstart.structure import BernoulliUnits, Flops
+from slimstart.training import SparseTraining
+
+OWN = "tests.tiny_networks:with_dropout"
+RESIDUAL = "tests.integration.test_bench:residual"
+CPU = torch.device("cpu")
+
+
+class Residual(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 12, 3, stride=4), nn.Conv2d(12, 12, 3, padding=1)
+        self.last = nn.Linear(12, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = self.first(images).relu()
+        return self.last((images + self.second(images)).mean((2, 3)))
+
+
+def residual(num_classes: int) -> nn.Module:
+    return Residual(num_classes)
+
+
+def tiny(**changes: Any) -> Settings:
+    given = {"budgets": ("flops=0.5",), "model": OWN, "batch_size": 4, "rounds": 2, "seconds": 0.05}
+    return Settings(**given | changes)
+
+
+def row(**changes: Any) -> Row:
+    fields: dict[str, Any] = {
+        "model": "vgg19",
+        "batch_size": 64,
+        "coupling": "filter",
+        "precision": "float32",
+        "budget": "flops=0.1",
+        "structure": "middle",
+        "decided": 0.5,
+        "resample_every": 10,
+        "flops_ratio": 0.1,
+        "executed_flops_ratio": 0.12,
+        "dense_ms": 8.0,
+        "narrow_ms": 1.5,
+        "ours_ms": 2.0,
+        "speedup": 4.0,
+        "of_limit": 0.75,
+        "dense_spread_ms": (7.0, 9.0),
+        "narrow_spread_ms": (1.5, 1.5),
+        "ours_spread_ms": (2.0, 3.0),
+        "ours_mean_ms": 2.5,
+        "hand_narrow_ms": None,
+        "peak_memory": None,
+        **{f"{name}_{part}_ms": 1.0 for name in ("dense", "narrow", "ours") for part in ("forward", "backward")},
+        "narrow_peak_memory": None,
+        "dense_engine": "eager",
+        "narrow_engine": "eager",
+        "our_engine": "eager",
+        "dense_engines": {"eager": 8.0},
+        "narrow_engines": {"eager": 1.5},
+        "num_turns": 5,
+        "window": 10,
+    }
+    return Row(**fields | changes)
+
+
+def record(*rows: Row) -> Bench:
+    facts = dict.fromkeys("command commit version device hardware torch python started finished".split(), "x")
+    return Bench(**facts, settings={}, rows=rows)
+
+
+# --------------------------------------------------------------------------- taking turns
+
+
+def test_turns_are_times_per_step() -> None:
+    calls: list[str] = []
+
+    def sleeping(name: str, seconds: float) -> Callable[[], None]:
+        return lambda: (calls.append(name), time.sleep(seconds))[1]
+
+    turns = {"a": Turn(sleeping("a", 0.02), 2), "b": Turn(sleeping("b", 0.01), 1)}
+    times = take_turns(turns, CPU, rounds=3, seconds=10)
+    assert calls == ["a", "a", "b"] * 3
+    assert statistics.median(times["a"]) == pytest.approx(20, rel=0.3)
+    assert statistics.median(times["b"]) == pytest.approx(10, rel=0.3)
+    assert len(take_turns(turns, CPU, rounds=100, seconds=0.01)["a"]) == 2  # and then no more
+    assert spread(range(11)) == (1, 9)
+
+
+Taken = dict[tuple[str, str], tuple[float, ...]]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[dict[tuple[str, str], Turn]]:
+    """Nothing is timed: every contender has one turn, and times that are known; returns the turns."""
+    known: Taken = {
+        ("ours", ""): (2.0, 2.0, 5.0),
+        ("dense", "eager"): (9.0, 8.0, 7.0),
+        ("dense", "eager, channels-last"): (5.0, 7.0, 6.0),
+        ("narrow", "eager"): (1.5, 1.4, 1.6),
+        ("narrow", "eager, channels-last"): (1.8, 1.8, 1.8),
+        ("hand_narrow", "eager"): (1.2, 1.2, 1.2),
+        ("hand_narrow", "eager, channels-last"): (1.1, 1.3, 1.1),
+    }
+    seen: list[dict[tuple[str, str], Turn]] = []
+
+    def turns_of(turns: dict[tuple[str, str], Turn], *_: Any) -> Taken:
+        seen.append(turns)
+        for turn in turns.values():
+            for _ in range(turn.num_steps):
+                turn.step()
+        return {name: known[name] for name in turns}
+
+    monkeypatch.setattr(bench, "take_turns", turns_of)
+    return seen
+
+
+@pytest.mark.parametrize(("every", "window", "draws"), [(1, 20, 20), (3, 3, 1)])
+def test_a_row_is_the_arithmetic_of_its_times(
+    taken: list[Any], every: int, window: int, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    original = SparseTraining.resample
+    monkeypatch.setattr(SparseTraining, "resample", lambda self: (drawn.append(len(taken)), original(self))[1])
+    (found,) = Benchmark(tiny(structures=("start",), resample_every=(every,), model=RESIDUAL), CPU).rows()
+    assert (found.dense_ms, found.dense_engine, found.dense_spread_ms) == (6, "eager, channels-last", (5.2, 6.8))
+    assert (found.narrow_ms, found.narrow_engine) == (1.5, "eager")
+    assert found.narrow_engines == {"eager": 1.5, "eager, channels-last": 1.8}
+    assert (found.ours_ms, found.ours_mean_ms, found.speedup, found.of_limit) == (2, 3, 3, 0.75)
+    assert found.hand_narrow_ms == 1.1
+    assert found.dense_forward_ms + found.dense_backward_ms < 6
+    assert found.ours_forward_ms + found.ours_backward_ms < 2
+    assert (found.window, found.num_turns, found.our_engine) == (window, 3, "eager, channels-last")
+    # In the turn: as many draws as a training makes. Behind it, draws to see what is executed.
+    assert drawn.count(1) == draws + bench_structure.NUM_DRAWS
+
+
+def test_turns_are_of_similar_length(taken: list[Any]) -> None:
+    benchmark = Benchmark(tiny(structures=("start",), resample_every=(1,)), CPU)
+    list(benchmark.rows())
+    (turns,) = taken
+    assert turns["ours", ""].num_steps == 20
+    assert all(1 <= turn.num_steps <= 50 for turn in turns.values())
+    assert turns["narrow", "eager"].num_steps > 1  # a step of ours takes far longer on so small a network
+
+
+def test_the_flops_are_those_of_what_runs(taken: list[Any]) -> None:
+    (found,) = Benchmark(tiny(structures=("start",)), CPU).rows()
+    dense = 64 * 8 * 27 + 16 * 16 * 72 + 160  # places x filters x inputs, twice, and the classifier
+    widths = [(a, b) for a in range(1, 9) for b in range(1, 17)]
+    assert found.flops_ratio in [(64 * a * 27 + 16 * b * 9 * a + 10 * b) / dense for a, b in widths]
+    assert found.flops_ratio == pytest.approx(0.5, rel=0.25)
+    assert found.executed_flops_ratio == pytest.approx(0.5, rel=0.25)
+    assert found.decided == 0
+
+
+# --------------------------------------------------------------------------- structures
+
+
+@pytest.mark.parametrize("fraction", [0.15, 0.03])
+def test_the_middle_is_half_decided_and_at_the_budget(fraction: float) -> None:
+    graph = trace(build("small", num_classes=10), torch.zeros(1, 3, 28, 28), "filter")
+    policy = BernoulliUnits(graph.costs, Flops(fraction))
+    before = policy.keep_probs
+    bench_structure.to_the_middle(policy, seed=0)
+    s = policy.keep_probs
+    assert sum(1 for one in s.tolist() if one < 0.05 or one > 0.95) >= s.numel() / 2
+    assert float((s * (1 - s)).sum()) <= 0.5 * float((before * (1 - before)).sum())
+    assert policy.expected_cost == pytest.approx(fraction, rel=0.05)
+
+
+def test_a_middle_that_is_never_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_structure, "MAX_UPDATES", 1)
+    with pytest.raises(ConfigError, match=r"after 1 updates with noise only 0% of all s.* by --keep-probs"):
+        next(Benchmark(tiny(structures=("middle",)), CPU).rows())
+
+
+def search() -> SparseTraining:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    return SparseTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(1, 3, 8, 8), Flops(0.5))
+
+
+def test_the_middle_of_a_run(taken: list[Any], tmp_path: Path) -> None:
+    benchmark = Benchmark(tiny(), CPU)
+    sparse = benchmark._search("flops=0.5", 1, "eager")
+    for _ in range(5):
+        sparse.step(benchmark.task.loss, *benchmark.task.batch(True))
+    sparse.save(tmp_path / "state.pt")
+    run_folder = Run(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    run_folder.save({"method": {"sparse": sparse.state_dict(), "ledger": {}}}, step=5)
+    for place in ("state.pt", "run"):
+        again = Benchmark(tiny(structures=("middle",), keep_probs=str(tmp_path / place)), CPU)
+        assert again._saved is not None
+        assert torch.equal(again._saved["keep_probs"], sparse.keep_probs)
+        (found,) = again.rows()
+        assert found.decided == 0  # five updates with a rate of 0.012 decide nothing
+    search().save(tmp_path / "other.pt")
+    run_folder.save({"method": {"network": {}}}, step=6)
+    (tmp_path / "empty").mkdir()
+    for place, error, message in [
+        ("other.pt", CheckpointError, "a search on another network or coupling; give --model"),
+        ("run", CheckpointError, "which holds no search; give the checkpoint of one"),
+        ("empty", ConfigError, "which holds no checkpoint; give a run's folder that does"),
+        ("missing.pt", CheckpointError, "cannot be read as a checkpoint"),
+    ]:
+        with pytest.raises(error, match=message):
+            Benchmark(tiny(keep_probs=str(tmp_path / place)), CPU)
+
+
+# --------------------------------------------------------------------------- contenders
+
+
+def test_what_cannot_be_compiled_is_left_out(
+    taken: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: nn.Module, **_: Any) -> None:
+        raise RuntimeError("no compiler\nat all")
+
+    monkeypatch.setattr(nn.Module, "compile", fail)
+    (found,) = Benchmark(tiny(structures=("start",), compiled=True), CPU).rows()
+    assert set(found.dense_engines) == {"eager", "eager, channels-last"}
+    assert "torch.compile does not work here, and is left out: no compiler" in caplog.messages
+
+
+def test_what_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    task = Benchmark(tiny(), CPU).task
+
+    class Uncaptured:
+        engine, reason = "graphs", "the loss asks the host"
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def step(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(bench_contenders, "PlainTraining", Uncaptured)
+    assert bench_contenders.every_way(residual(10), task, compiled=False) == {}
+    assert "eager is left out: the loss asks the host" in caplog.messages
+
+
+def test_a_way_that_must_work_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Benchmark(tiny(), CPU).task
+    with pytest.raises(RuntimeError, match="shape"):
+        bench_contenders.every_way(nn.Linear(2, 2), task, compiled=False)
+
+
+def test_strided_shortcuts_keep_a_cpu_from_channels_last(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        benchmark = Benchmark(tiny(model="resnet20"), CPU)
+    assert not benchmark.task.channels_last
+    assert "nothing is measured in channels-last: on a CPU, convolutions of 1 x 1 with strides" in caplog.text
+    assert Benchmark(tiny(), CPU).task.channels_last
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_graphs_compete_and_memory_is_known() -> None:
+    settings = tiny(model="small", batch_size=64, seconds=1.0, precision="bfloat16", compiled=False)
+    for found in Benchmark(settings, torch.device("cuda")).rows():
+        assert {name.partition(",")[0] for name in found.dense_engines} == {"eager", "graphs", "fused"}
+        assert found.our_engine == "graphs, channels-last"
+        assert found.peak_memory is not None
+        assert found.narrow_peak_memory is not None
+        assert found.executed_flops_ratio >= 0.9 * found.flops_ratio
+
+
+# --------------------------------------------------------------------------- record and plot
+
+
+def test_a_record_comes_back(tmp_path: Path) -> None:
+    bench_records.write(record(row(), row(peak_memory=0, narrow_peak_memory=7)), tmp_path / "record.json")
+    assert bench_records.read(tmp_path) == record(row(), row(peak_memory=0, narrow_peak_memory=7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ours_mean_ms": 0.0}, "`ours_mean_ms` is 0.0; it must be from 1e-09 to 1e30"),
+        ({"decided": float("nan")}, "`decided` is nan; it must be from 0"),
+        ({"dense_engines": {"eager": 8.0, "graphs": "fast"}}, "`dense_engines` is 'fast'; it must be from"),
+        ({"structure": "end"}, "`structure` is 'end'; it must be one of start, middle"),
+        ({"dense_spread_ms": (8.5, 9.0)}, "must be two times around `dense_ms`, 8"),
+        ({"ours_spread_ms": (2.0,)}, "must be two times around `ours_ms`, 2"),
+        ({"speedup": 5.0}, "`speedup` is 5; by the times of the row it must be 4"),
+        ({"of_limit": 0.9}, "`of_limit` is 0.9; by the times of the row it must be 0.75"),
+        ({"narrow_engine": "graphs"}, "`narrow_engine` is 'graphs'; it must be that one of `narrow_engines`"),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=re.escape(message)):
+        row(**changes)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    for content, message in [
+        ("{", "cannot be read as the record of a benchmark"),
+        ("[]", "its schema is 'list', this version reads 'slimstart.bench/1'"),
+        ('{"schema": "slimstart.record/1"}', "its schema is 'slimstart.record/1'"),
+        (json.dumps(dataclasses.asdict(record()) | {"rows": 3}), "the field `rows` is 3; it must be a list"),
+    ]:
+        file.write_text(content)
+        with pytest.raises(RecordError, match=re.escape(message)):
+            bench_records.read(tmp_path)
+
+
+def test_the_plot_shows_lines_limit_and_paper() -> None:
+    rows = [row(flops_ratio=0.1), row(flops_ratio=0.02, structure="start", resample_every=1)]
+    lines = {label: (points, role) for label, points, role, *_ in bench_plot._lines(rows)}
+    assert lines["as FLOPs fall"][0] == [(0.017, 1 / 0.017), (0.286, 1 / 0.286)]
+    assert lines["narrow network: the limit"][0] == [(0.1, 8 / 1.5), (0.02, 8 / 1.5)]
+    assert lines["ours, start, a draw in 1 steps"][0] == [(0.02, 4.0)]
+    assert lines["ours, middle, a draw in 10 steps"][0] == [(0.1, 4.0)]
+    drawn = bench_plot.draw(record(*rows))
+    assert drawn == bench_plot.draw(record(*rows))
+    root = ElementTree.fromstring(drawn)
+    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {*lines, "FLOPs left, of dense", "10 %", "times faster than dense"} <= texts
+    assert set(re.findall(r"var\((--[\w-]+)\)", drawn)) <= set(re.findall(r"(--[\w-]+):", drawn))  # all have a value
+    assert "--ink: #e7eaee" in drawn  # for the dark, too
+
+
+# --------------------------------------------------------------------------- the command
+
+Slimstart = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def slimstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Slimstart:
+    """Run the command in this process, in an empty folder: exit status, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "_width", 250)
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["slimstart", "bench", "--device", "cpu", "--out", "here", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return command
+
+
+def test_the_command_measures_writes_and_shows(slimstart: Slimstart, tmp_path: Path) -> None:
+    arguments = ["--model", OWN, "--budget", "flops=0.5,params=0.6", "--batch-size", "4", "--seconds", "0.05"]
+    status, output, errors = slimstart(*arguments, "--structure", "start", "--resample-every", "2,3", "--rounds", "3")
+    assert status == 0, errors
+    found = bench_records.read(tmp_path / "here")
+    assert [(one.budget, one.resample_every) for one in found.rows] == [
+        *(("flops=0.5", 2), ("flops=0.5", 3)),
+        *(("params=0.6", 2), ("params=0.6", 3)),
+    ]
+    assert found.command.startswith("slimstart bench --device cpu")
+    assert (found.settings["batch_size"], found.device, found.torch) == (4, "cpu", torch.__version__)
+    for one in found.rows:
+        assert 2 <= one.num_turns <= 3
+        assert f"{one.speedup:.2f}x dense, {one.of_limit:.2f} of the limit" in output
+        assert 0 < one.dense_forward_ms < one.dense_ms
+        assert one.peak_memory is None
+    assert "(eager" in output
+    assert (tmp_path / "here" / "speedup.svg").read_text().startswith("<svg xmlns=")
+    status, _, errors = slimstart(*arguments)
+    assert (status, "here holds a record already; choose another --out" in errors) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "vgg91"], "vgg19"),
+        (["--budget", "flops"], "it must be channels=F, params=F or flops=F"),
+        (["--budget", "flops=0.1,flops=2"], "`budget` is 'flops=2'"),
+        (["--budget", "flops=0.000001"], "feasible from"),
+        (["--budget", ","], "`budget` is empty; give one value, or several with commas"),
+        (["--resample-every", "1,often"], "`resample_every` is '1,often'; it must be a number, or several"),
+        (["--resample-every", "1,0"], "`resample_every` is 0; it must be at least 1"),
+        (["--structure", "start,end"], "`structure` is 'end'; it must be one of start, middle"),
+        (["--structure", "start", "--keep-probs", "run"], "`keep_probs` is for the structure `middle`"),
+        (["--batch-size", "0", "--align", "0"], "`batch_size` is 0.*`align` is 0; it must be at least 1"),
+        (["--precision", "half", "--coupling", "loose"], "`coupling` is 'loose'.*`precision` is 'half'"),
+        (["--image-size", "0"], "`image_size` is 0; it must be at least 1"),
+        (["--classes", "0"], "`classes` is 0; it must be at least 1"),
+        (["--rounds", "1"], "`rounds` is 1; it must be at least 2"),
+        (["--seconds", "0"], "`seconds` is 0.0; it must be positive"),
+        (["--seed", "-1"], "`seed` is -1; it must not be negative"),
+        (["--device", "toaster"], "cannot be used here"),
+        (["--model", OWN, "--out", "file/below"], "file/below cannot be made.*choose another --out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    slimstart: Slimstart, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    status, _, errors = slimstart(*arguments)
+    assert (status, errors.count("\n")) == (2, 1)
+    assert re.search(message, errors)
+    assert not (tmp_path / "here").exists()
+
+
+def test_rows_are_kept_as_they_come(tmp_path: Path, taken: list[Any]) -> None:
+    rows = run(tiny(structures=("start",), resample_every=(2, 3)), "cpu", tmp_path)
+    first = next(rows)
+    assert bench_records.read(tmp_path).rows == (first,)  # whatever happens to the second
+    second = next(rows)
+    assert bench_records.read(tmp_path).rows == (first, second)
