@@ -56,7 +56,7 @@ class Epoch:
     train_loss: float
     test_loss: float | None  # None in epochs without an evaluation
     test_accuracy: float | None
-    flops_ratio: float  # of the trained sub-network to dense, mean over the steps
+    flops_ratio: float  # of the trained sub-network to dense, as executed, mean over the steps
     train_flops: int
     dense_train_flops: int  # what plain dense training takes for the same images
     seconds: float
@@ -106,7 +106,7 @@ class Record:
     # what it took
     train_flops: int  # executed: both forwards, the backward, the choice of a mask
     dense_train_flops: int
-    train_cost_saving: float  # by the appendix of the paper: 3 f_D / (4 f_S), f_S the mean over the search
+    train_cost_saving: float  # by the appendix of the paper: 3 f_D / (4 f_S), f_S expected, mean over the search
     executed_saving: float  # dense_train_flops / train_flops
     train_seconds: float
     step_ms: float | None  # None where no timing was asked for
@@ -116,6 +116,8 @@ class Record:
     narrow_step_ms: float | None
     peak_memory_bytes: int
     history: tuple[Epoch, ...]
+    engine: str | None = None  # "eager" or "graphs"; None in records from before there were two
+    building_seconds: float | None = None  # of `train_seconds`: capturing graphs, and what runs eagerly before
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:

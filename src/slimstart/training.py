@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -126,6 +127,7 @@ class SparseTraining:
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
         self.num_steps = 0
         self.settled = False
+        self.building_seconds = 0.0  # in which graphs were captured, networks built anew, and steps ran eagerly before
         self._held_steps = 0  # since the last draw
         self._backward = Backward(optimizer, max_grad_norm, scaler)
         device = next(model.parameters()).device
@@ -164,18 +166,26 @@ class SparseTraining:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
                 step before.
         """
-        self._check()
-        self._networks.net.follow_modes()
-        captured = None if self._steps is None else self._steps.find(loss_fn, batch)
-        if self._steps is None or captured is None:
+        if self._steps is None:
             return self._step_eagerly(loss_fn, batch)
-        captured.load(batch)
-        losses = self._steps.losses
-        self._steps.launch(captured, partial(self._search.learn, losses) if self._learns else None)
-        self._count()
-        return captured.loss()
+        self._check()
+        began, before = time.perf_counter(), (self._networks.version, self._steps.num_captures)
+        self._networks.net.follow_modes()
+        captured = self._steps.find(loss_fn, batch)
+        if captured is None:
+            loss = self._step_eagerly(loss_fn, batch)
+        else:
+            captured.load(batch)
+            learn = partial(self._search.learn, self._steps.losses)
+            self._steps.launch(captured, learn if self._learns else None)
+            self._count()
+            loss = captured.loss()
+        if captured is None or before != (self._networks.version, self._steps.num_captures):
+            self.building_seconds += time.perf_counter() - began
+        return loss
 
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
+        self._networks.net.follow_modes()
         with undoing_statistics(self._networks.net.statistics):
             loss = loss_fn(self.net, *batch)
             reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]

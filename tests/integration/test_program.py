@@ -124,8 +124,9 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
     assert record.flops_ratio == record.flops / dense
     assert sum(epoch.train_flops for epoch in record.history) <= record.train_flops
     search = record.history[:2]
-    mean = sum(epoch.flops_ratio for epoch in search) / 2
-    assert record.train_cost_saving == pytest.approx(3 / (4 * mean))
+    expected = [epoch.expected_cost for epoch in search]  # of FLOPs, as the budget is in FLOPs
+    assert record.train_cost_saving == pytest.approx(3 / (4 * sum(expected) / 2))  # type: ignore[arg-type]
+    assert (record.engine, record.building_seconds) == ("eager", None)
     for epoch in search:
         assert sum(epoch.keep_probs or ()) == 24  # filters that have a keep-probability
         assert epoch.expected_cost == pytest.approx(0.4, abs=1e-3)

@@ -94,7 +94,7 @@ class ChainFinder:
                 return Chain(norm)
             if reader in self._relus:
                 return Chain(norm, relu=reader)
-            if residual is None or residual > norm:  # what is added must be there already
+            if residual is None or residual >= norm:  # what is added must be there already
                 return Chain(norm)
             relu = only.get(reader)
             return Chain(norm, reader, residual, relu if relu in self._relus else None)

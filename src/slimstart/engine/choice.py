@@ -24,6 +24,8 @@ def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str
     reason = None
     if device.type != "cuda":
         reason = f"the model is on {device.type}, and CUDA graphs need a GPU"
+    elif device.index not in (None, torch.cuda.current_device()):
+        reason = f"the model is on {device}, which is not the current device; call torch.cuda.set_device before"
     elif not use_triton(torch.empty(0, device=device)):
         reason = "Triton, which builds the kernels for it, does not work here"
     elif not fuse(optimizer):

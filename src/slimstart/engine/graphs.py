@@ -105,8 +105,8 @@ class Steps:
             for leaf in leaves
         )
         modes = tuple(module.training for module in self._subject.module.modules())
-        # The function itself is in the key, so that it lives, and its identity is not given to another.
-        key = (loss_fn, tree, specs, modes, settings(self._backward.optimizer), torch.is_autocast_enabled("cuda"))
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        key = (_Same(loss_fn), tree, specs, modes, settings(self._backward.optimizer), autocast)
         if key not in self._kinds:
             self._meet(key, loss_fn)
             return None
@@ -132,7 +132,7 @@ class Steps:
         self._kinds[key] = None
         if len(self._kinds) > MOST_KINDS:
             self._kinds.popitem(last=False)
-        if all(loss_fn is not other for other in self._strangers):
+        if len(self._strangers) < MOST_STRANGERS and all(loss_fn is not other for other in self._strangers):
             self._strangers.append(loss_fn)
             if len(self._strangers) == MOST_STRANGERS:
                 self._refuse("`loss_fn` is a new function at every step; define it once, outside of the loop")
@@ -278,6 +278,19 @@ class _Kind:
         for mine, its in zip(self._static, leaves, strict=True):
             if isinstance(its, Tensor):
                 mine.detach().copy_(its)
+
+
+class _Same:
+    """Stands for an object in a key, by its identity; the object lives as long as the key."""
+
+    def __init__(self, it: object) -> None:
+        self._it = it
+
+    def __hash__(self) -> int:
+        return id(self._it)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._it is other._it
 
 
 _FAILED: Any = object()

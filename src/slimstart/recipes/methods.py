@@ -24,6 +24,7 @@ from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph, trace
 from slimstart.recipes.evaluation import logits_of
 from slimstart.recipes.recipe import Recipe
+from slimstart.structure import Flops
 from slimstart.subnet import compact
 from slimstart.training import SparseTraining
 
@@ -50,8 +51,20 @@ class Method(Protocol):
     ledger: Ledger
 
     @property
+    def engine(self) -> str:
+        """What runs the steps: "eager" or "graphs"."""
+
+    @property
+    def building_seconds(self) -> float | None:
+        """Time spent on capturing graphs, and on what runs eagerly before; None where there are none."""
+
+    @property
     def flops(self) -> int:
-        """FLOPs of one image through the network that the next step trains."""
+        """FLOPs of one image through the network that the next step trains, as executed."""
+
+    @property
+    def expected_flops(self) -> float:
+        """The same in expectation over masks, and without zeros of padding."""
 
     @property
     def searching(self) -> bool:
@@ -114,6 +127,7 @@ class Fixed:
     searching = False
     keep_probs = None
     expected_cost = None
+    building_seconds = None
 
     def __init__(
         self, recipe: Recipe, graph: ChannelGraph, network: nn.Module, example: Tensor, engine: str = "auto"
@@ -122,7 +136,8 @@ class Fixed:
         self.optimizer = sgd(recipe, network)
         self._training = PlainTraining(network, self.optimizer, engine=engine)
         self.ledger = Ledger()
-        self.flops = flops(network, example)
+        self.engine = self._training.engine
+        self.flops = self.expected_flops = flops(network, example)
         self._input_gradient = first_layers(network, example).input_gradient()
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -177,8 +192,9 @@ class Search:
             engine=engine,
             seed=recipe.seed,
         )
-        self.graph = self.sparse.graph
+        self.graph, self.engine = self.sparse.graph, self.sparse.engine
         self.ledger = Ledger()
+        self._nominal = Flops(1.0).bind(self.graph.costs)
         self._first: FirstLayers = first_layers(model, example)
 
     @property
@@ -194,8 +210,16 @@ class Search:
         return self.sparse.expected_cost
 
     @property
+    def building_seconds(self) -> float | None:
+        return self.sparse.building_seconds if self.engine == "graphs" else None
+
+    @property
     def flops(self) -> int:
         return self.sparse.executed_flops
+
+    @property
+    def expected_flops(self) -> float:
+        return float(self._nominal.expected(self.keep_probs))
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         runs = self.sparse.executed

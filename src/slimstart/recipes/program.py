@@ -109,11 +109,7 @@ class Program:
             self.method.settle(self._calibration_batches())
         for images, labels in self.data.train.epoch(progress.epoch, start=progress.batch):
             self._set_learning_rate()
-            cost = self.method.flops
-            progress.flops_sum += cost
-            if self.method.searching:
-                progress.search_flops += cost
-                progress.search_steps += 1
+            progress.flops_sum += self.method.flops
             loss = self.method.step(images, labels)
             self._loss_sum += loss
             progress.batch += 1
@@ -133,6 +129,9 @@ class Program:
         """Evaluate, and turn what was summed up into a row of the history."""
         progress, recipe, method = self.progress, self.recipe, self.method
         phase = self._phase
+        if phase == "search":
+            progress.search_flops += self.steps_per_epoch * method.expected_flops
+            progress.search_steps += self.steps_per_epoch
         mean_loss = self._check_finite() / self.steps_per_epoch
         done = progress.epoch + 1
         loss = accuracy = None

@@ -78,6 +78,8 @@ def make_record(
         narrow_step_ms=None if times is None else times.narrow,
         peak_memory_bytes=progress.peak_memory,
         history=tuple(progress.history),
+        engine=program.method.engine,
+        building_seconds=program.method.building_seconds,
     )
 
 
