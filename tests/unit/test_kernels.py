@@ -65,20 +65,22 @@ KINDS = [
 ]
 
 
-def random_kind(generator):
+def random_kinds(num):
     """Few dimensions of few elements in any order: many of them are 1, and their strides say nothing."""
+    generator = torch.Generator().manual_seed(0)
 
     def drawn(high):
         return int(torch.randint(high, (), generator=generator))
 
-    num_dims = drawn(5)
-    shape = tuple(1 + drawn(3) for _ in range(num_dims))
-    orders = [tuple(torch.randperm(num_dims, generator=generator).tolist()) for _ in range(2)]
-    dtype = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)[drawn(5)]
-    return Kind(dtype, shape, tuple(1 + drawn(4) if drawn(2) else None for _ in shape), *orders)
+    for _ in range(num):
+        num_dims = drawn(5)
+        shape = tuple(1 + drawn(3) for _ in range(num_dims))
+        orders = [tuple(torch.randperm(num_dims, generator=generator).tolist()) for _ in range(2)]
+        dtype = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)[drawn(5)]
+        yield Kind(dtype, shape, tuple(1 + drawn(4) if drawn(2) else None for _ in shape), *orders)
 
 
-KINDS += [random_kind(generator) for generator in [torch.Generator().manual_seed(0)] for _ in range(40)]
+KINDS += random_kinds(40)
 
 
 def laid_out(shape, order, dtype, generator, device):

@@ -1,7 +1,7 @@
 """Data sets that fit in memory: uint8 images on the device, cropped, flipped and normalised there, a batch at a time.
 
 A batch is one indexing operation on a view of every crop of every image, so there is no loop over images, no worker
-process and no waiting for the device.
+process and no waiting for the device. On a GPU a batch is made on a stream of its own, beside the step before.
 """
 
 from __future__ import annotations
@@ -91,6 +91,26 @@ def as_tensors(images: np.ndarray, labels: np.ndarray, num_classes: int, source:
     return torch.from_numpy(np.ascontiguousarray(planes)), torch.from_numpy(labels.astype(np.int64))
 
 
+def beside(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches; on a GPU they are made on a stream of their own, beside what the caller has launched."""
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream, done = torch.cuda.Stream(device), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream(device))  # that has loaded the images, and drawn the plan
+    while True:
+        with torch.cuda.stream(stream):
+            batch = next(batches, None)
+            done.record()
+        if batch is None:
+            return
+        here = torch.cuda.current_stream(device)
+        here.wait_event(done)
+        for tensor in batch:
+            tensor.record_stream(here)  # its memory is not given away before the caller's stream has read it
+        yield batch
+
+
 class InOrder:
     """All images, in order and as they are; the same in every epoch."""
 
@@ -139,7 +159,8 @@ class Augmented:
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         left = indices_from(start, len(self))
         plan = self._draw(number)
-        return (self._batch(*plan[:, i * self.batch_size : (i + 1) * self.batch_size]) for i in left)
+        batches = (self._batch(*plan[:, i * self.batch_size : (i + 1) * self.batch_size]) for i in left)
+        return beside(batches, self._device)
 
     def _draw(self, epoch: int) -> Tensor:
         """Which image, top, left and flip, for each position of an epoch: int64 (4, N), on the device."""
