@@ -44,7 +44,7 @@ from slimstart.engine.optimizers import fuse, unfuse
 from slimstart.errors import TraceError
 from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
-from slimstart.structure import BernoulliUnits, Budget, DevicePolicy, Estimator, Policy
+from slimstart.structure import BernoulliUnits, Budget, DevicePolicy, Estimator, Policy, get_estimator
 from slimstart.subnet import Executed, Networks, SlotNetworks, Subnet, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
 
@@ -64,6 +64,8 @@ class SparseTraining:
         coupling: "filter" (the paper) or "stream"; see `slimstart.trace`.
         estimator: of the gradient of s: "vr_pge" (the paper), "pge", "vr_pge_symmetric", "leave_one_out".
         alpha: exponent of the preconditioner H; the paper: 1/2.
+        sampling: "bernoulli" (the paper), or "capped": a group of units that comes out much larger than expected is
+            drawn again, so that networks need less room; for estimators that compare losses, where it is the default.
         structure_lr: Adam's learning rate for s; the paper: 12e-3.
         resample_every: steps for which a sub-network is held. Only the first of them updates s: after it the weights
             have been trained for this mask, and the two losses no longer compare.
@@ -102,6 +104,7 @@ class SparseTraining:
         engine: str = "auto",
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
+        sampling: str | None = None,
         keep: Iterable[str] = (),
         policy: Callable[..., Policy] | None = None,
     ) -> None:
@@ -121,8 +124,16 @@ class SparseTraining:
         else:
             assert budget is not None
             updates = None if total_steps is None else max(1, math.ceil(total_steps / resample_every))
+            estimator = get_estimator(estimator)
             self.policy = BernoulliUnits(
-                self.graph.costs, budget, estimator, alpha=alpha, lr=structure_lr, total_steps=updates, seed=seed
+                self.graph.costs,
+                budget,
+                estimator,
+                alpha=alpha,
+                lr=structure_lr,
+                total_steps=updates,
+                seed=seed,
+                sampling=sampling or ("capped" if estimator.centred else "bernoulli"),
             )
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
         self.num_steps = 0
@@ -133,9 +144,12 @@ class SparseTraining:
         device = next(model.parameters()).device
         self.engine, self._reason = choose(engine, optimizer, device)
         align = align or (8 if self.engine == "graphs" else 1)
-        self._networks = (
-            Networks(model, optimizer, self.graph) if align == 1 else SlotNetworks(model, optimizer, self.graph, align)
-        )
+        self._networks: Networks
+        if align == 1:
+            self._networks = Networks(model, optimizer, self.graph)
+        else:
+            spread = getattr(self.policy, "spread", 4.0)  # a policy of the user's need not know how far its draws go
+            self._networks = SlotNetworks(model, optimizer, self.graph, align, spread)
         self._steps: Steps | None = None
         self._search = Search(self.policy, self._networks)
         if self.engine == "graphs" and isinstance(self._networks, SlotNetworks):

@@ -1,11 +1,17 @@
-"""The kernels of fused normalisation against float64 on a GPU, alone and in captured networks. Run: pytest -m gpu."""
+"""What is fused on a GPU: normalisation against float64, alone and in captured networks; casts and counters.
+
+Run: pytest -m gpu.
+"""
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from slimstart import models
 from slimstart.engine import fusion
@@ -82,7 +88,7 @@ def test_what_has_kernels():
     assert not norm.supports(x.cpu(), *nothing)
 
 
-NETWORKS = {"vgg19": (16, 0), "resnet32": (16, 15), "wrn28_10": (25, 0), "mobilenet_v1": (27, 0)}
+NETWORKS = {"vgg19": (16, 0), "resnet32": (16 + 2, 15), "wrn28_10": (25, 0), "mobilenet_v1": (27, 0)}
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -104,8 +110,8 @@ def test_a_captured_step_is_as_close_to_float64_as_without(name, autocast):
     loss_fn_exact.backward()
 
     plan = fusion.record(lambda: loss_fn(net, images))
-    sums = sum(f.add is not None for f in plan.fusions)
-    assert (len(plan.fusions) - sums, sums) == NETWORKS[name]
+    sums = sum(chain.add is not None for chain in plan.chains)
+    assert (len(plan.chains) - sums, sums) == NETWORKS[name]
 
     def step(fused):
         net.zero_grad(set_to_none=True)
@@ -140,3 +146,57 @@ def test_a_captured_step_is_as_close_to_float64_as_without(name, autocast):
     floor = 1e-2 if autocast else 1e-5
     for ours, theirs in zip(fused, plain, strict=True):
         assert ours < 2 * theirs + floor, (fused, plain)
+
+
+def layers(num):
+    """Convolutions with counters behind them, and nothing that is a chain."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(num)]).cuda().to(memory_format=CL)
+    counters = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(num)]
+    images = torch.randn(16, 8, 16, 16, device="cuda").contiguous(memory_format=CL)
+
+    def forward():
+        x = images
+        with torch.autocast("cuda", torch.bfloat16):
+            for layer, counter in zip(net, counters, strict=True):
+                x = layer(x)
+                counter.add_(1)
+        return x.float().square().mean()
+
+    return net, counters, forward
+
+
+def test_casts_have_the_bits_of_autocast():
+    net, counters, forward = layers(6)
+    plan = fusion.record(forward)
+    expected = torch.autograd.grad(forward(), list(net.parameters()))
+    with fusion.fused(plan):
+        loss = forward()
+    assert [int(counter) for counter in counters] == [3] * 6
+    for ours, theirs in zip(torch.autograd.grad(loss, list(net.parameters())), expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
+
+
+def test_casts_and_counters_take_one_kernel_each():
+    torch.use_deterministic_algorithms(False)  # with them, every tensor that is made is filled, by a kernel
+    num = 10
+    net, _, forward = layers(num)
+    plan = fusion.record(forward)
+
+    def num_kernels(context):
+        def step():
+            with context():
+                loss = forward()
+            return torch.autograd.grad(loss, list(net.parameters()))
+
+        step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        names = [event.key for event in profiler.key_averages() for _ in range(event.count)]
+        return len([name for name in names if not name.startswith(("Mem", "cuda"))])
+
+    # A weight and a bias for each layer, both ways, and its counter; then two casts of many, and one sum.
+    assert num_kernels(nullcontext) - num_kernels(lambda: fusion.fused(plan)) == 5 * num - 3

@@ -38,7 +38,10 @@ def parse(line: str) -> dict[str, Any]:
 
 
 SETTINGS = {field.name for field in dataclasses.fields(Recipe)}
-MENTIONED = {"slimstart train --recipe", *(f"slimstart {name}" for name in ("bench", "evaluate", "export", "inspect", "report"))}
+MENTIONED = {
+    "slimstart train --recipe",
+    *(f"slimstart {name}" for name in ("bench", "evaluate", "export", "inspect", "report")),
+}
 LINES = sorted({line for path in SHOWN for line in command_lines(path.read_text(encoding="utf-8"))} - MENTIONED)
 
 
@@ -50,7 +53,15 @@ def test_command_lines_are_found() -> None:
         with pytest.raises(Exception, match=r"trian|No such option|valid|Missing"):
             parse(f"slimstart {wrong}")
     shown = {line.split()[1] for line in LINES}
-    assert shown == {"train", "recipes", "evaluate", "export", "inspect", "report", "bench"}  # every command has its line
+    assert shown == {
+        "train",
+        "recipes",
+        "evaluate",
+        "export",
+        "inspect",
+        "report",
+        "bench",
+    }  # every command has its line
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(shlex.split(line, comments=True)))

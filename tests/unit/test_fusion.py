@@ -664,6 +664,15 @@ def frozen(net, x):
 
 
 @low_body(4)
+def frozen_beside_one_without_gradient(net, x):
+    net.first.requires_grad_(False)
+    x = net.first(x)
+    assert not x.requires_grad
+    with torch.no_grad():
+        return net.second.weight.sin(), net.second(x)
+
+
+@low_body(4)
 def one_frozen_of_a_layer(net, x):
     net.first.weight.requires_grad_(False)
     return net.second(net.first(x))
@@ -782,7 +791,7 @@ def test_what_is_cast_at_once(function, expected, options, layout):
 
     def loss_of(net):
         with low(**options):
-            return loss(net(images)) + 0 * net.first.weight.sum()
+            return loss(net(images)) + 0 * net.second.weight.sum()
 
     plan = fusion.record(lambda: loss_of(copy.deepcopy(net)))
     assert sum(map(len, plan.casts.values())) == expected

@@ -536,3 +536,10 @@ def test_the_kernels_do_the_same_in_the_interpreter():
     inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert inner.returncode == 0, inner.stdout + inner.stderr
     assert " passed" in inner.stdout
+
+
+def test_places_that_are_too_few_are_refused():
+    moves = Moves([Move(torch.ones(4), torch.zeros(3), {0: 2})])
+    for places in (torch.zeros(4, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)[::2]):
+        with pytest.raises(ValueError, match=r"`places` has shape .*; these moves need 5 in a row"):
+            moves.gather_(places)

@@ -54,7 +54,8 @@ class CastFinder:
                     self._found[setting][tensor] = None
 
     def expose(self, tensor: Tensor) -> None:
-        self._exposed.add(tensor)
+        if isinstance(tensor, nn.Parameter):  # anything else must not be kept alive
+            self._exposed.add(tensor)
 
     def casts(self) -> Casts:
         return {setting: [t for t in found if t not in self._exposed] for setting, found in self._found.items()}
@@ -68,7 +69,7 @@ class Caster:
         self._done: dict[Setting, dict[Tensor, tuple[Tensor, int]]] = {}  # with the version that was cast
 
     def prepare(self, call: Call) -> Call:
-        """The call with the parameters that were found as autocast would cast them; it leaves those as they are."""
+        """The call with the parameters in it cast as autocast would, which leaves them alone then."""
         if call.func not in LAYERS:
             return call
         args, kwargs = tree_map_only(Tensor, self._low, (call.args, call.kwargs))
@@ -86,7 +87,7 @@ class Caster:
     def _cast(self, setting: Setting) -> dict[Tensor, tuple[Tensor, int]]:
         parameters = self._casts[setting]
         with torch.set_grad_enabled(setting.with_gradient):
-            low = _cast(setting.dtype, parameters)
+            low = _cast_all(setting.dtype, parameters)
         return {p: (its, p._version) for p, its in zip(parameters, low, strict=True)}
 
 
@@ -102,7 +103,7 @@ def _setting(tensor: Tensor) -> Setting | None:
     return Setting(tensor.device, dtype, with_gradient=tensor.requires_grad and torch.is_grad_enabled())
 
 
-def _cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _cast_all(dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     result: tuple[Tensor, ...] = _Cast.apply(dtype, *tensors)  # type: ignore[no-untyped-call]
     return result
 
@@ -121,5 +122,5 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         some = [gradient for gradient in gradients if gradient is not None]
-        casts = iter(_cast(ctx.dtype, some) if some else ())
+        casts = iter(_cast_all(ctx.dtype, some) if some else ())
         return None, *(None if gradient is None else next(casts) for gradient in gradients)

@@ -113,20 +113,25 @@ class Steps:
         self._kinds.move_to_end(key)
         kind = self._kinds[key]
         if kind is None:
+            kind = self._kinds[key] = self._capture(loss_fn, leaves, tree)
+        return None if kind is _FAILED else kind
+
+    def _capture(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any) -> _Kind:
+        problem: Exception | None = None
+        # A forward that is not the same every time, or is differentiated twice, cannot be fused.
+        for fuse in (True, False) if self._fuse else (False,):
             try:
-                try:
-                    kind = _Kind(self, loss_fn, leaves, tree, self._fuse)
-                except fusion.DivergedError as error:  # a forward that is not the same every time
-                    logger.info("nothing is fused: %s", error)
-                    kind = _Kind(self, loss_fn, leaves, tree, fuse=False)
+                kind = _Kind(self, loss_fn, leaves, tree, fuse)
             except Exception as error:  # whatever a user's function does that a graph cannot hold
                 torch.cuda.synchronize()
-                self._kinds[key] = _FAILED
-                self._refuse(f"the step cannot be captured: {type(error).__name__}: {error}")
-                return None
-            self.num_captures += 1
-            self._kinds[key] = kind
-        return None if kind is _FAILED else kind
+                problem = error
+                logger.info("a step with%s fusion is not captured: %s", "" if fuse else "out", error)
+            else:
+                self.num_captures += 1
+                return kind
+        self._refuse(f"the step cannot be captured: {type(problem).__name__}: {problem}")
+        failed: _Kind = _FAILED
+        return failed
 
     def _meet(self, key: Any, loss_fn: Any) -> None:
         self._kinds[key] = None
@@ -217,7 +222,7 @@ class _Kind:
     def _planned(
         self, module: nn.Module, loss_fn: LossFunction, batch: Sequence[Any], no_grad: bool = False
     ) -> Callable[[], Tensor]:
-        """The forward, with normalisations fused where that is possible."""
+        """The forward, with everything fused that can be."""
 
         def run() -> Tensor:
             with torch.set_grad_enabled(not no_grad):
@@ -232,12 +237,14 @@ class _Kind:
 
         # Kernels are built when they first run, which must not be while a graph is captured.
         self._backups.gather_(self._places)
-        with torch.random.fork_rng(devices=[self._steps.losses.device]):
-            plan = fusion.record(run)
-            loss = fused()
-            if not no_grad:
-                loss.backward()
-        self._backups.scatter_(self._places)
+        try:
+            with torch.random.fork_rng(devices=[self._steps.losses.device]):
+                plan = fusion.record(run)
+                loss = fused()
+                if not no_grad:
+                    loss.backward()
+        finally:
+            self._backups.scatter_(self._places)
         return fused
 
     def _forward(self, run: Callable[[], Tensor]) -> None:

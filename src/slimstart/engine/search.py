@@ -73,9 +73,8 @@ class DeviceSearch(Search):
         super().__init__(policy, networks)
         self._losses, self._ok, self._stream = losses, ok, stream
         policy.to(losses.device)
-        shape = policy.num_masks, policy.keep_probs.numel()
-        self._numbers = torch.zeros(shape, dtype=torch.float64, device=losses.device)
-        self._upload = torch.zeros(shape, dtype=torch.float64).pin_memory()
+        self._numbers = torch.zeros(policy.numbers_shape, dtype=torch.float64, device=losses.device)
+        self._upload = torch.zeros(policy.numbers_shape, dtype=torch.float64).pin_memory()
         self._uploaded, self._drawn = torch.cuda.Event(), torch.cuda.Event()
         self._fits = torch.zeros((), dtype=torch.bool).pin_memory()
         self._waiting = False  # whether a draw waits for the end of the window

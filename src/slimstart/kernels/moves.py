@@ -100,6 +100,8 @@ class Moves:
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = [move for move in moves if move.narrow.numel()]
+        ends = (start + m.narrow.shape[dim] for m in self._moves for dim, start in m.starts.items())
+        self._end = max(ends, default=0)
         self._tables: list[_Table] = []
         if self._moves and use_triton(self._moves[0].narrow):
             sizes = sorted({move.narrow.element_size() for move in self._moves})
@@ -114,6 +116,8 @@ class Moves:
         self._run("scatter", places)
 
     def _run(self, way: str, places: Tensor) -> None:
+        if places.numel() < self._end or not places.is_contiguous():  # the kernel would read what is not there
+            raise ValueError(f"`places` has shape {tuple(places.shape)}; these moves need {self._end} in a row")
         if self._tables:
             for table in self._tables:
                 table.launch(way, places)
@@ -131,7 +135,7 @@ class _Table:
         rows, blocks = [], []
         for number, (move, own) in enumerate(zip(moves, dims, strict=True)):
             count = math.prod(size for size, _, _ in own)
-            if count >= 2**31 - BLOCK:
+            if count > 2**31 - BLOCK:
                 raise ValueError(f"`narrow` has {count} elements; one tensor can have 2^31 - {BLOCK} at most")
             padded = [(1, 0, -1)] * (self._num_dims - len(own)) + own
             rows.append([move.narrow.data_ptr(), move.dense.data_ptr(), count, *(n for dim in padded for n in dim)])

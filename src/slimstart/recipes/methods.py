@@ -185,6 +185,7 @@ class Search:
             recipe.parsed_budget,
             coupling=recipe.coupling,
             estimator=recipe.estimator,
+            sampling=recipe.sampling,
             structure_lr=recipe.structure_lr,
             resample_every=recipe.resample_every,
             total_steps=max(1, recipe.search_epochs * steps_per_epoch),

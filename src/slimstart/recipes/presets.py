@@ -26,6 +26,7 @@ CIFAR = Recipe(
     lr=0.1,
     momentum=0.9,
     weight_decay=5e-4,
+    sampling="bernoulli",
     structure_lr=12e-3,
     num_masks=10,
     finetune_epochs=40,
@@ -40,6 +41,7 @@ IMAGENET = Recipe(
     weight_decay=3.05e-5,
     warmup_epochs=5,
     label_smoothing=0.1,
+    sampling="bernoulli",
     structure_lr=12e-3,
     num_masks=10,
 )

@@ -50,6 +50,9 @@ class Recipe:
     estimator: str = _setting(
         "vr_pge", "of the gradient of s: vr_pge (the paper), pge, vr_pge_symmetric, leave_one_out"
     )
+    sampling: str | None = _setting(
+        None, "of masks: bernoulli (the paper), capped (less room for stragglers); capped if the estimator allows it"
+    )
     structure_lr: float = _setting(12e-3, "learning rate of the keep-probabilities s")
     resample_every: int = _setting(1, "steps for which a sub-network is held")
     align: int | None = _setting(
@@ -121,12 +124,14 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     """What is wrong with the fields, all of it."""
     from slimstart import data, models
     from slimstart.graph import COUPLINGS
-    from slimstart.structure import ESTIMATORS
+    from slimstart.structure import ESTIMATORS, SAMPLINGS
 
     choices = {"data": data.NAMES, "method": METHODS, "coupling": COUPLINGS, "estimator": tuple(ESTIMATORS)}
     for name, known in (choices | {"precision": PRECISIONS}).items():
         if getattr(recipe, name) not in known:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(known)}"
+    if recipe.sampling not in (None, *SAMPLINGS):
+        yield f"`sampling` is {recipe.sampling!r}; it must be one of {', '.join(SAMPLINGS)}"
     for name in ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every"):
         if getattr(recipe, name) is not None and getattr(recipe, name) < 1:
             yield f"`{name}` is {getattr(recipe, name)}; it must be at least 1"

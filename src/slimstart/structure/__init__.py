@@ -9,7 +9,7 @@ as a plain `slimstart.costs.CostTable`.
 Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in half a dozen lines.
 """
 
-from slimstart.structure.bernoulli import BernoulliUnits
+from slimstart.structure.bernoulli import SAMPLINGS, BernoulliUnits
 from slimstart.structure.budgets import BoundBudget, Budget, Channels, Flops, Params
 from slimstart.structure.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
 from slimstart.structure.policies import DevicePolicy, Policy
@@ -18,6 +18,7 @@ from slimstart.structure.projection import project, uniform_start
 
 __all__ = [
     "ESTIMATORS",
+    "SAMPLINGS",
     "BernoulliUnits",
     "BoundBudget",
     "Budget",

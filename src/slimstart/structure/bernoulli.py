@@ -17,11 +17,14 @@ from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.structure.adam import Adam, AdamState
 from slimstart.structure.budgets import BoundBudget, BoundChannels, Budget
+from slimstart.structure.capping import SPREAD, TRIES, Cap
 from slimstart.structure.cutting import cut, most_probable
 from slimstart.structure.estimators import Estimator, get_estimator
 from slimstart.structure.multisection import Multisection
 from slimstart.structure.probabilities import sample, uniform_numbers
 from slimstart.structure.projection import Direction, project, uniform_start
+
+SAMPLINGS = ("bernoulli", "capped")
 
 
 class BernoulliUnits:
@@ -41,6 +44,11 @@ class BernoulliUnits:
         total_steps: number of updates over which `lr` falls to 0 along a cosine; None keeps it constant.
         seed: of the masks.
         direction: see `project`.
+        sampling: "bernoulli" (the paper), or "capped": a group that comes out much larger than expected is drawn again
+            (`capping`); for estimators that compare losses.
+
+    Attributes:
+        spread: standard deviations above its mean that the number of kept units of a group hardly ever reaches.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class BernoulliUnits:
         total_steps: int | None = None,
         seed: int = 0,
         direction: Direction = "uniform",
+        sampling: str = "bernoulli",
     ) -> None:
         if not 0 <= alpha <= 1:
             raise ValueError(f"`alpha` is {alpha}; it must be in [0, 1] (the paper: 1/2)")
@@ -63,6 +72,13 @@ class BernoulliUnits:
             raise ValueError(f"`total_steps` is {total_steps}; it must be at least 1, or None for a constant `lr`")
         self.estimator = get_estimator(estimator)
         self.num_masks = self.estimator.num_masks
+        if sampling not in SAMPLINGS:
+            raise ValueError(f"`sampling` is {sampling!r}; it must be one of {', '.join(map(repr, SAMPLINGS))}")
+        if sampling == "capped" and not self.estimator.centred:
+            raise ValueError(
+                f"`sampling` is 'capped', which biases {self.estimator.name!r}: it does not compare losses of several "
+                "masks. Use 'bernoulli', or another estimator"
+            )
         self.budget: BoundBudget = budget.bind(table)  # on the CPU, always
         self.alpha, self.lr, self.total_steps, self.direction = alpha, lr, total_steps, direction
         self._table = table
@@ -75,6 +91,8 @@ class BernoulliUnits:
             torch.zeros_like(self._s), torch.zeros_like(self._s), torch.zeros((), dtype=torch.float64)
         )
         self._masks = torch.zeros(self.num_masks, table.num_units, dtype=torch.bool)
+        self._cap = Cap(table.unit_group) if sampling == "capped" else None
+        self.spread = SPREAD if sampling == "capped" else 4.0
         self._pending = False  # masks are drawn and not learned from
 
     @property
@@ -99,21 +117,29 @@ class BernoulliUnits:
         self._s, self._masks = self._s.to(device), self._masks.to(device)
         self._moments = AdamState(*(tensor.to(device) for tensor in self._moments))
         self._adam, self._multisection = self._adam.to(device), self._multisection.to(device)
+        self._cap = None if self._cap is None else self._cap.to(device)
 
     def draw(self) -> Tensor:
         return self.draw_with(self.random_numbers().to(self._s.device)).clone()
 
+    @property
+    def numbers_shape(self) -> tuple[int, ...]:
+        return (*(() if self._cap is None else (TRIES,)), *self._masks.shape)
+
     def random_numbers(self) -> Tensor:
-        return uniform_numbers(self.num_masks, self.budget.num_units, self._generator)
+        *tries, num_units = self.numbers_shape
+        return uniform_numbers(math.prod(tries), num_units, self._generator).view(self.numbers_shape)
 
     def draw_with(self, numbers: Tensor) -> Tensor:
-        if numbers.shape != self._masks.shape:
+        if numbers.shape != self.numbers_shape:
             raise ValueError(
                 f"`numbers` has shape {tuple(numbers.shape)}; it must be that of `random_numbers()`, "
-                f"{tuple(self._masks.shape)}"
+                f"{self.numbers_shape}"
             )
         self._pending = True
-        return torch.lt(numbers, self._s, out=self._masks)
+        if self._cap is None:
+            return torch.lt(numbers, self._s, out=self._masks)
+        return self._masks.copy_(self._cap.first_within(numbers < self._s, self._s))
 
     def update(self, losses: Tensor) -> None:
         """Learn from the losses (num_masks,) of the last draw, once per draw.

@@ -99,6 +99,7 @@ class Estimator:
         name: what errors and records call it.
         num_masks: forwards per step; the first mask is the trained one.
         gradient: (losses (n,), masks (n, U), s (U,), alpha) -> gradient (U,).
+        centred: whether a constant added to all scores changes nothing in expectation: losses are compared.
         capturable: whether `gradient` does without the host, so that a CUDA graph can hold it: shapes are fixed, and no
             value is asked for.
     """
@@ -106,6 +107,7 @@ class Estimator:
     name: str
     num_masks: int
     gradient: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    centred: bool = False
     capturable: bool = False
 
 
@@ -113,16 +115,16 @@ def leave_one_out_of(n: int) -> Estimator:
     """The `leave_one_out` estimator over n masks: n - 1 reference forwards per step."""
     if n < 2:
         raise ValueError(f"`n` is {n}; `leave_one_out` compares masks with one another and needs n >= 2")
-    return Estimator(f"leave_one_out_of({n})", n, leave_one_out, capturable=True)
+    return Estimator(f"leave_one_out_of({n})", n, leave_one_out, centred=True, capturable=True)
 
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {
         "pge": Estimator("pge", 1, pge, capturable=True),
-        "vr_pge": Estimator("vr_pge", 2, vr_pge, capturable=True),
-        "vr_pge_symmetric": Estimator("vr_pge_symmetric", 2, vr_pge_symmetric, capturable=True),
+        "vr_pge": Estimator("vr_pge", 2, vr_pge, centred=True, capturable=True),
+        "vr_pge_symmetric": Estimator("vr_pge_symmetric", 2, vr_pge_symmetric, centred=True, capturable=True),
         # Four masks: the baseline's own noise falls like 1/(n-1), and four forwards are twice those of vr_pge.
-        "leave_one_out": Estimator("leave_one_out", 4, leave_one_out, capturable=True),
+        "leave_one_out": Estimator("leave_one_out", 4, leave_one_out, centred=True, capturable=True),
     }
 )
 

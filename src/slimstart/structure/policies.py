@@ -55,6 +55,10 @@ class DevicePolicy(Policy, Protocol):
     def capturable(self) -> bool:
         """Whether `draw_with` and `learn_` do without the host, as this policy is configured."""
 
+    @property
+    def numbers_shape(self) -> tuple[int, ...]:
+        """The shape of `random_numbers()`."""
+
     def to(self, device: torch.device | str) -> None:
         """Move everything there; nothing happens where it is there already."""
 

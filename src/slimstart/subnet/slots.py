@@ -5,9 +5,9 @@ A draw keeps :math:`n_g` units of group g, and every draw another number. Its ne
 not drawn, as zeros. A channel of a stream exists if one of several units writes it, so their number changes even where
 every :math:`n_g` is the same: streams have room for all channels that a draw can bring at all.
 
-Room comes from the keep-probabilities: at least the expected number of units and `MARGIN` standard deviations,
+Room comes from the keep-probabilities: more than the expected number of units and a `spread` of standard deviations,
 
-.. math:: S_g \ge \sum_{u \in g} s_u + 4 \sqrt{\textstyle\sum_{u \in g} s_u (1 - s_u)},
+.. math:: S_g > \sum_{u \in g} s_u + \mathrm{spread} \sqrt{\textstyle\sum_{u \in g} s_u (1 - s_u)},
 
 and it stays as it is until a draw overflows it, or until room made anew would save a good part of the FLOPs
 (hysteresis). Once s has become 0 or 1, nothing is padded but to `align`.
@@ -23,7 +23,6 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.graph import ChannelGraph
 
-MARGIN = 4.0  # standard deviations; with fewer, a long run overflows again and again
 RENEW = 1.15  # room is made anew when it executes so many times the FLOPs of fresh room ...
 LOOK_EVERY = 50  # ... which is looked at once in so many draws
 POSSIBLE = 1e-4  # a stream's channel has room if its probability is at least this
@@ -48,11 +47,12 @@ class Slots:
     Args:
         graph: of the network.
         align: room is a multiple of this, or the whole group.
+        spread: standard deviations above the mean that draws hardly ever reach.
     """
 
-    def __init__(self, graph: ChannelGraph, align: int) -> None:
+    def __init__(self, graph: ChannelGraph, align: int, spread: float = 4.0) -> None:
         table = graph.costs
-        self._graph, self.align = graph, align
+        self._graph, self.align, self._spread = graph, align, spread
         self._group, self._events = table.unit_group.cpu(), table.events.cpu()
         self.size = torch.bincount(self._group)
         self.shared = shared_events(table)
@@ -109,7 +109,7 @@ class Slots:
             zeros = torch.zeros(self.size.numel(), dtype=torch.float64)
             mean = zeros.index_add(0, self._group, s)
             spread = zeros.index_add(0, self._group, s * (1 - s)).sqrt()
-            want = torch.maximum(needed, (mean + MARGIN * spread - 1e-6).ceil().long())
+            want = torch.maximum(needed, (mean + self._spread * spread + 1e-6).floor().long() + (spread > 1e-3))
             absent = torch.cat([1 - s, s.new_ones(1)])[self._events].prod(1)
             possible = happens | ((1 - absent > POSSIBLE) & self.shared)
         aligned = (want + self.align - 1) // self.align * self.align

@@ -34,7 +34,7 @@ class SlotNetworks(Networks):
     """Networks with room for passengers, whose entries are zero and stay zero.
 
     Args:
-        align: room is a multiple of this.
+        align, spread: see `Slots`.
 
     Attributes:
         masks: after the at-least-one rule.
@@ -45,9 +45,11 @@ class SlotNetworks(Networks):
     proposed: Seats
     proposed_masks: Tensor
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, graph: ChannelGraph, align: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, graph: ChannelGraph, align: int, spread: float = 4.0
+    ) -> None:
         super().__init__(model, optimizer, graph)
-        self.slots = Slots(graph, align)
+        self.slots = Slots(graph, align, spread)
         self.occupied: dict[str, Tensor] = {}
         self._seating: Seating | None = None
         self._hooked: dict[str, nn.Parameter] = {}
