@@ -152,7 +152,10 @@ def test_a_loss_that_cannot_be_captured_runs_eagerly_and_says_why(caplog: pytest
     assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
     assert "cannot be captured" in str(runs[0].reason)
     assert "run eagerly" in caplog.text
-    more = [[float(sparse.step(loss_fn, *batch)) for batch in data] for sparse in runs]  # and graphs are still possible
+    assert runs[0]._steps is not None
+    assert runs[0]._steps.num_captures == 0
+    more = [[float(sparse.step(loss_fn, *batch)) for batch in data] for sparse in runs]
+    assert runs[0]._steps.num_captures > 0  # graphs are still possible
     assert more[0] == pytest.approx(more[1], abs=TOLERANCE)
 
 

@@ -8,6 +8,7 @@ Capturing executes nothing, so the captured call is replayed at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,18 +43,25 @@ def capture(function: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGra
 
     `torch.cuda.graph` would empty the allocator's cache before, which costs more than many a training step.
     """
-    graph = torch.cuda.CUDAGraph()
-    stream = _stream()
+    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast that was cached before would be missing in the graph
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(_stream()):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 function()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is broken, and says so once more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    except BaseException:
+        # PyTorch goes on to allocate from the pool of a capture that broke off, until it is told not to.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
     finally:
         torch.set_autocast_cache_enabled(cached)
     return graph

@@ -83,8 +83,8 @@ class Steps:
         self._done = torch.zeros((), dtype=torch.int64, device=device)
         self._seen_done = torch.zeros((), dtype=torch.int64).pin_memory()
         self._launched = 0
-        self._pools = (torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle())
-        self.side = torch.cuda.Stream(device)
+        self._pools = _pools()
+        self.side, self._forwarded = torch.cuda.Stream(device), torch.cuda.Event()
         self._kinds: OrderedDict[Any, _Kind | None] = OrderedDict()
         self._strangers: list[Any] = []
         self._version = -1
@@ -124,6 +124,7 @@ class Steps:
                 kind = _Kind(self, loss_fn, leaves, tree, fuse)
             except Exception as error:  # whatever a user's function does that a graph cannot hold
                 torch.cuda.synchronize()
+                self._pools = _pools()  # the old ones may be spoilt
                 problem = error
                 logger.info("a step with%s fusion is not captured: %s", "" if fuse else "out", error)
             else:
@@ -151,8 +152,7 @@ class Steps:
         """Run a captured step on what it was loaded with.
 
         Args:
-            learn: called when the references have been launched beside the forward, and before the backward is: what
-                it launches on `side` runs beside the backward.
+            learn: called on the stream `side`, behind all forwards; what it launches runs beside the backward.
         """
         self.rates.follow()
         main = torch.cuda.current_stream()
@@ -164,9 +164,12 @@ class Steps:
         kind.forward.replay()
         if learn is not None:
             main.wait_stream(self.side)
-            learn()
+            self._forwarded.record(main)
         kind.behind.replay()
         if learn is not None:
+            self.side.wait_event(self._forwarded)
+            with torch.cuda.stream(self.side):
+                learn()
             main.wait_stream(self.side)  # before anybody writes other losses
         self._launched += 1
 
@@ -185,6 +188,11 @@ class Steps:
         self._launched = 0
         self.losses.zero_()
         return lost
+
+
+def _pools() -> tuple[Any, Any]:
+    """Memory for the main network's graphs, and for those that run beside them."""
+    return torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
 
 
 class _Kind:

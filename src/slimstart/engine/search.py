@@ -101,10 +101,11 @@ class DeviceSearch(Search):
             self.networks.enter(self.networks.proposed_masks.clone(), self.policy.keep_probs)
 
     def _launch(self, graph: Graphed) -> None:
-        """Run learning or drawing on the stream beside, behind everything that has been launched so far."""
+        """Run learning or drawing on the stream beside, behind everything that the current one has been given."""
         self._uploaded.synchronize()  # the last numbers have long been taken over
         self._upload.copy_(self.policy.random_numbers())
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if torch.cuda.current_stream() != self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._numbers.copy_(self._upload, non_blocking=True)
             self._uploaded.record()
