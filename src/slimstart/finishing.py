@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from slimstart.engine import forward_without_trace
 from slimstart.engine.eager import LossFunction
 from slimstart.errors import NonFiniteLossError
 from slimstart.graph import Selection
 from slimstart.inputs import as_batch
-from slimstart.subnet import Subnet, compact, recalibrate
+from slimstart.subnet import compact, recalibrate
 from slimstart.subnet.state_hooks import remove_from
 
 Batches = Sequence[tuple[Any, ...]]
@@ -28,21 +28,20 @@ def first_batches(batches: Iterable[Any], most: int) -> list[tuple[Any, ...]]:
     return seen
 
 
-def least_loss(selections: Sequence[Selection], subnet: Subnet, batches: Batches, loss_fn: LossFunction) -> Tensor:
-    """The mask, of those given, whose network has the least loss on the batches; `subnet` is used to run them.
+def least_loss(networks: Iterable[nn.Module], batches: Batches, loss_fn: LossFunction) -> int:
+    """Which of the networks has the least loss on the batches; they may be one module that changes in between.
 
     Raises:
         NonFiniteLossError: no network has a finite loss.
     """
     totals = []
-    for selection in selections:
-        subnet.load(selection)
-        losses = [float(forward_without_trace(loss_fn, subnet.module, batch)) for batch in batches]
+    for network in networks:
+        losses = [float(forward_without_trace(loss_fn, network, batch)) for batch in batches]
         totals.append(sum(losses) if all(map(math.isfinite, losses)) else math.inf)
     best = totals.index(min(totals))
     if not math.isfinite(totals[best]):
         raise NonFiniteLossError("no mask has a finite loss on `batches`; go back to a checkpoint")
-    return selections[best].mask
+    return best
 
 
 def finished(

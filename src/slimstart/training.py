@@ -45,7 +45,7 @@ from slimstart.errors import TraceError
 from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BernoulliUnits, Budget, DevicePolicy, Estimator, Policy, get_estimator
-from slimstart.subnet import Executed, Networks, SlotNetworks, Subnet, recalibrate, trace_verified
+from slimstart.subnet import Executed, Networks, SlotNetworks, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
 
 
@@ -391,8 +391,9 @@ class SparseTraining:
         return finished(self.model, self.graph.select(mask), seen, loss_fn, plain)
 
     def _best_mask(self, batches: Sequence[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int) -> Tensor:
-        drawn = [self.graph.select(mask) for mask in self.policy.candidates(num_samples)]
-        return least_loss(drawn, Subnet(self.model, self.graph), batches, loss_fn)
+        masks = self.policy.candidates(num_samples)
+        best = least_loss(self._networks.of_masks(masks), batches, loss_fn)
+        return self.graph.costs.at_least_one(masks[best])
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -251,3 +251,32 @@ def test_a_padded_training_resumes_exactly(differences: Any) -> None:
         for _ in range(5):
             sparse.step(loss_fn, images)
     assert differences(whole.state_dict(), again.state_dict()) == []
+
+
+@pytest.mark.parametrize("coupling", ["filter", "stream"])
+def test_the_same_structure_is_settled_on(coupling: str) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(6, 3, 16, 16, dtype=torch.float64)
+    found = []
+    for align in (1, 4):
+        torch.manual_seed(1)
+        model = models.build("resnet20", num_classes=10, width=0.5).double()
+        optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        sparse = SparseTraining(model, optimizer, images[:1], Flops(0.4), coupling, align=align)
+        for _ in range(3):
+            sparse.step(loss_fn, images)
+        sparse.settle([(images,)], loss_fn)
+        losses = [float(sparse.step(loss_fn, images)) for _ in range(3)]
+        found.append((sparse.mask, losses, sparse.executed_flops))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-10)
+    assert found[0][2] < found[1][2]
+
+
+def test_references_are_in_the_modes_of_the_model() -> None:
+    images = torch.randn(4, 3, 16, 16)
+    model = models.build("resnet20", num_classes=10)
+    sparse = SparseTraining(model, SGD(model.parameters(), lr=0.1), images, Flops(0.4), align=4)
+    for training in (False, True):
+        model.train(training)
+        assert all(module.training is training for module in sparse.reference.modules())

@@ -92,3 +92,26 @@ def test_sampling_that_does_not_fit_is_refused() -> None:
         BernoulliUnits(chain([4, 4]), Flops(0.5), sampling="poisson")
     with pytest.raises(ValueError, match="`sampling` is 'capped', which biases 'pge'"):
         BernoulliUnits(chain([4, 4]), Flops(0.5), "pge", sampling="capped")
+
+
+@pytest.mark.parametrize("sampling", ["bernoulli", "capped"])
+def test_numbers_made_ahead_are_the_same_numbers(sampling: str) -> None:
+    """Also where a checkpoint is taken, or candidates are drawn, in between."""
+
+    def draws(prepare: bool) -> list[Tensor]:
+        policy = BernoulliUnits(chain([9, 7]), Flops(0.4), sampling=sampling, seed=2)
+        found = []
+        for number in range(6):
+            found.append(policy.draw())
+            if prepare:
+                policy.prepare()
+            if number == 2:
+                found.append(policy.candidates(3))
+            if number == 4:
+                state = policy.state_dict()
+                policy = BernoulliUnits(chain([9, 7]), Flops(0.4), sampling=sampling, seed=5)
+                policy.prepare()
+                policy.load_state_dict(state)
+        return found
+
+    assert all(torch.equal(one, other) for one, other in zip(draws(True), draws(False), strict=True))

@@ -87,6 +87,7 @@ class Steps:
         self.side, self._forwarded = torch.cuda.Stream(device), torch.cuda.Event()
         self._kinds: OrderedDict[Any, _Kind | None] = OrderedDict()
         self._strangers: list[Any] = []
+        self._modules: list[nn.Module] = []
         self._version = -1
         self.reason: str | None = None
         self.num_captures = 0
@@ -96,6 +97,7 @@ class Steps:
         if self._version != self._subject.version:
             self._kinds.clear()
             self._version = self._subject.version
+            self._modules = list(self._subject.module.modules())  # to walk the tree at every step would take longer
         leaves, tree = tree_flatten(list(batch))
         if any(isinstance(leaf, Tensor) and leaf.device != self.losses.device for leaf in leaves):
             self._refuse("a tensor of the batch is not on the network's device")
@@ -104,7 +106,7 @@ class Steps:
             (leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in leaves
         )
-        modes = tuple(module.training for module in self._subject.module.modules())
+        modes = tuple(module.training for module in self._modules)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         key = (_Same(loss_fn), tree, specs, modes, settings(self._backward.optimizer), autocast)
         if key not in self._kinds:

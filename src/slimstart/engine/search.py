@@ -90,6 +90,7 @@ class DeviceSearch(Search):
     def advance(self) -> None:
         if not self._waiting:
             self._launch(self._graphs.draw)
+        self.policy.prepare()
         self._drawn.synchronize()
         torch.cuda.current_stream().wait_event(self._drawn)
         self._waiting = False

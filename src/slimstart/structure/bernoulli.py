@@ -94,6 +94,7 @@ class BernoulliUnits:
         self._cap = Cap(table.unit_group) if sampling == "capped" else None
         self.spread = SPREAD if sampling == "capped" else 4.0
         self._pending = False  # masks are drawn and not learned from
+        self._ahead: tuple[Tensor, Tensor] | None = None  # numbers of the next draw, and the generator before them
 
     @property
     def keep_probs(self) -> Tensor:
@@ -126,9 +127,23 @@ class BernoulliUnits:
     def numbers_shape(self) -> tuple[int, ...]:
         return (*(() if self._cap is None else (TRIES,)), *self._masks.shape)
 
+    def prepare(self) -> None:
+        if self._ahead is None:
+            before = self._generator.get_state()
+            self._ahead = self.random_numbers(), before
+
     def random_numbers(self) -> Tensor:
+        if self._ahead is not None:
+            (numbers, _), self._ahead = self._ahead, None
+            return numbers
         *tries, num_units = self.numbers_shape
         return uniform_numbers(math.prod(tries), num_units, self._generator).view(self.numbers_shape)
+
+    def _rewind(self) -> None:
+        """Give back numbers that were prepared and not used."""
+        if self._ahead is not None:
+            self._generator.set_state(self._ahead[1])
+            self._ahead = None
 
     def draw_with(self, numbers: Tensor) -> Tensor:
         if numbers.shape != self.numbers_shape:
@@ -196,11 +211,13 @@ class BernoulliUnits:
         """(n, U) drawn masks, each cut to the budget; takes random numbers from the policy's own generator."""
         if n < 1:
             raise ValueError(f"`n` is {n}; it must be at least 1")
+        self._rewind()
         s = self.keep_probs
         return torch.stack([cut(mask, s, self._table, self.budget) for mask in sample(s, n, self._generator)])
 
     def state_dict(self) -> dict[str, Any]:
         """On the CPU, whatever the policy's device: a state of one device can be loaded on another."""
+        self._rewind()
         exp_avg, exp_avg_sq = (moment.to("cpu", copy=True) for moment in self._moments[:2])
         return {
             "keep_probs": self.keep_probs,
@@ -224,6 +241,7 @@ class BernoulliUnits:
                 f"`state` has masks of shape {tuple(masks.shape)}; {self.estimator.name} draws {self.num_masks}"
             )
         s = project(keep_probs, self.budget, self.direction)  # it may come from a search under a larger budget
+        self._ahead = None
         self._generator.set_state(state["generator"].cpu())
         # In place: a captured graph goes on with these tensors.
         self._s.copy_(s)

@@ -62,6 +62,9 @@ class DevicePolicy(Policy, Protocol):
     def to(self, device: torch.device | str) -> None:
         """Move everything there; nothing happens where it is there already."""
 
+    def prepare(self) -> None:
+        """Make the random numbers of the next draw already, while there is time; they are the same as without."""
+
     def random_numbers(self) -> Tensor:
         """(num_masks, U) for `draw_with`, from the policy's own generator: on the CPU, the same for all devices."""
 

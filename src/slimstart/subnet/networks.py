@@ -86,6 +86,12 @@ class Networks:
             self.reference.load(self.graph.select(mask))
             yield self.reference.module
 
+    def of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
+        """Networks of other masks (n, U), one after the other, with the dense model's values; the draw stays."""
+        for mask in masks:
+            self.reference.load(self.graph.select(mask))
+            yield self.reference.module
+
     def store(self) -> None:
         """Write what the network and the optimizer have learned into the dense model and state."""
         assert self.net.selection is not None

@@ -78,9 +78,8 @@ class Slots:
             if torch.equal(fresh.units, self.room.units) and torch.equal(fresh.streams, self.room.streams):
                 return False
             self.room = fresh
-        elif overflows:
-            grown = torch.where(too_small, torch.maximum(fresh.units, self.room.units), self.room.units)
-            self.room = Room(grown, self.room.streams | missing)
+        elif overflows:  # to make room anew costs the same for one group as for all that will need it soon
+            self.room = Room(torch.maximum(fresh.units, self.room.units), self.room.streams | fresh.streams)
         else:
             return False
         return True

@@ -158,13 +158,32 @@ class SlotNetworks(Networks):
 
     @property
     def companions(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
+        self.reference.follow_modes()
         return [(partial(self.load_reference, number), self.reference.module) for number in range(1, len(self.masks))]
 
     def references(self) -> Iterator[nn.Module]:
+        self.reference.follow_modes()
         for number in range(1, len(self.masks)):
             self.load_reference(number)
             torch.clear_autocast_cache()
             yield self.reference.module
+
+    def of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
+        if len(self.masks) == 1 or self._seating is None:  # no room was made for a second network
+            yield from super().of_masks(masks)
+            return
+        self.reference.follow_modes()
+        spare = Subnet(self.model, self.graph)
+        for mask in self.graph.costs.at_least_one(masks.to(self.device)):
+            seats = self._seating(mask[None])
+            if bool(seats.fits):  # shapes that the device has seen already: nothing has to be found out anew
+                self._in_reference.gather_(seats.places[0])
+                self._reference_ports.copy_(seats.ports[0])
+                torch.clear_autocast_cache()
+                yield self.reference.module
+            else:
+                spare.load(self.graph.select(mask))
+                yield spare.module
 
     def store(self) -> None:
         self.refresh()
