@@ -67,3 +67,15 @@ def test_any_network_can_be_narrowed(name: str) -> None:
     bound = Flops(1.0).bind(graph.costs)
     budget = Flops((0.5 * bound.minimum + 0.5 * bound.dense) / bound.dense)
     assert flops(narrow(model, graph, budget), inputs) <= budget.fraction * flops(model, inputs)
+
+
+@pytest.mark.parametrize("align", [4, 8])
+def test_widths_in_multiples_where_the_budget_allows_them(align: int) -> None:
+    graph = trace(models.build("vgg16", num_classes=10, width=0.5), torch.zeros(1, 3, 32, 32))
+    budget = Flops(0.2)
+    mask = uniform_mask(graph, budget, align)
+    widths = [int(mask[group.units.start : group.units.stop].sum()) for group in graph.groups]
+    assert all(width % align == 0 for width in widths)
+    bound = budget.bind(graph.costs)
+    assert 0.8 * bound.limit < bound.cost(mask) <= bound.limit
+    assert torch.equal(uniform_mask(graph, Flops(0.003), align), uniform_mask(graph, Flops(0.003)))  # too few for that

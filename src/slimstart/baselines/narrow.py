@@ -14,8 +14,11 @@ from slimstart.structure import BoundBudget, Budget
 from slimstart.subnet import compact
 
 
-def uniform_mask(graph: ChannelGraph, budget: Budget) -> Tensor:
+def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     """The mask that keeps the largest equal share of every group that the budget allows.
+
+    Args:
+        align: groups keep multiples of so many units, or all, where the budget allows that: GPUs are slow at others.
 
     Raises:
         BudgetError: one unit per group is too much already.
@@ -26,8 +29,11 @@ def uniform_mask(graph: ChannelGraph, budget: Budget) -> Tensor:
     rank = torch.arange(graph.num_units) - first[graph.costs.unit_group]
 
     def mask(share: float) -> Tensor:
-        return rank < (share * sizes).round().clamp(min=1)[graph.costs.unit_group]
+        kept = torch.minimum((share * sizes / align).round().clamp(min=1) * align, sizes)
+        return rank < kept[graph.costs.unit_group]
 
+    if bound.cost(mask(0.0)) > bound.limit:  # of one unit per group it is not: that would have been refused
+        return uniform_mask(graph, budget)
     if bound.cost(mask(1.0)) <= bound.limit:
         return mask(1.0)
     fits, exceeds = 0.0, 1.0
@@ -40,13 +46,13 @@ def uniform_mask(graph: ChannelGraph, budget: Budget) -> Tensor:
     return mask(fits)
 
 
-def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget) -> nn.Module:
-    """A freshly initialised narrow network from a freshly initialised dense one.
+def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, align: int = 1) -> nn.Module:
+    """A freshly initialised narrow network from a freshly initialised dense one; arguments as for `uniform_mask`.
 
     Weights are scaled up by the square root of what their fan-in has lost, as an initialisation by fan-in, PyTorch's
     own among them, would have done.
     """
-    selection = graph.select(uniform_mask(graph, budget))
+    selection = graph.select(uniform_mask(graph, budget, align))
     small = compact(model, selection)
     rescale_fan_in_(small, model, selection)
     return small

@@ -14,7 +14,7 @@ from slimstart.baselines import narrow
 from slimstart.engine import PlainTraining
 from slimstart.errors import BudgetError
 from slimstart.graph import trace
-from slimstart.recipes.methods import Batch, Loss, Search, sgd
+from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
 from slimstart.recipes.recipe import Recipe, merged
 from slimstart.structure import Flops
 
@@ -49,12 +49,12 @@ def step_times(
     """
     steps: dict[str, Step] = {"dense": _plain_step(recipe, make_model(), batch, engine)}
     if recipe.method != "dense":
-        model = make_model()
+        model, align = make_model(), alignment(recipe, batch[0].device, engine)
         graph = trace(model, batch[0][:1], coupling="stream")
         # Half a FLOP more, so that rounding does not make it the next narrower network.
         budget = Flops(min(1.0, (own_flops + 0.5) / dense_flops))
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            steps["narrow"] = _plain_step(recipe, narrow(model, graph, budget), batch, engine)
+            steps["narrow"] = _plain_step(recipe, narrow(model, graph, budget, align), batch, engine)
     if recipe.method == "slimstart":
         held_long = recipe.resample_every > 1  # then draws are made by hand, so that a held step makes none
         endless = merged(recipe, {"resample_every": 10**9 if held_long else 1})

@@ -101,6 +101,11 @@ def sgd(recipe: Recipe, model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
 
 
+def alignment(recipe: Recipe, device: torch.device, engine: str) -> int:
+    """Widths of a network that is narrowed by hand are multiples of this, as those of a search are."""
+    return recipe.align or (8 if device.type == "cuda" and engine != "eager" else 1)
+
+
 def make_method(
     recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int, engine: str = "auto"
 ) -> Method:
@@ -117,7 +122,7 @@ def make_method(
     if budget is None:
         network = compact(model, graph.select(torch.ones(graph.num_units, dtype=torch.bool)))
     else:
-        network = narrow(model, graph, budget)
+        network = narrow(model, graph, budget, alignment(recipe, example.device, engine))
     return Fixed(recipe, graph, network, example, engine)
 
 

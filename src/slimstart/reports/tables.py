@@ -79,16 +79,18 @@ def _files(path: Path) -> Iterator[Path]:
         yield path / "record.json" if path.is_dir() else path
         return
     candidates = {file for pattern in ("*.json", "*/*.json", "*/*/record.json") for file in path.glob(pattern)}
-    yield from (file for file in sorted(candidates) if file.name == "record.json" or _claims_to_be_a_record(file))
+    # A run's own file must be sound; other files may be anything, and a benchmark's file is called like a run's.
+    ours = {records.SCHEMA.partition("/")[0]: candidates, "": {f for f in candidates if f.name == "record.json"}}
+    yield from (file for file in sorted(candidates) if file in ours.get(_family(file), ()))
 
 
-def _claims_to_be_a_record(file: Path) -> bool:
+def _family(file: Path) -> str:
+    """What kind of record a file claims to be, "" if none."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read as JSON: {error}") from error
-    family = records.SCHEMA.partition("/")[0]
-    return isinstance(content, dict) and str(content.get("schema")).startswith(f"{family}/")
+    return str(content.get("schema", "")).partition("/")[0] if isinstance(content, dict) else ""
 
 
 def summarise(runs: Iterable[Record]) -> list[Row]:
