@@ -213,3 +213,15 @@ def test_the_same_bits_on_a_gpu_without_waiting_for_it() -> None:
         torch.cuda.set_sync_debug_mode("default")
     expected = [*here.train.epoch(3), *here.test.epoch(3)]
     assert all(equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+@pytest.mark.parametrize("at_once", [2, 3, 100])
+def test_batches_that_are_made_together_are_the_same(at_once: int, start: int) -> None:
+    one, several = (batches(seed=3).train for _ in range(2))
+    several._at_once = at_once  # type: ignore[attr-defined]  # as on a GPU
+    found, expected = list(several.epoch(2, start)), list(one.epoch(2, start))
+    assert len(found) == len(expected) == 4 - start
+    for (images, labels), (same_images, same_labels) in zip(found, expected, strict=True):
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)

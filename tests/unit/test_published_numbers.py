@@ -1,22 +1,56 @@
-"""Numbers in the README come from records under results/."""
+"""Numbers in the documents come from records under results/."""
 
 from pathlib import Path
 
-from slimstart import records
+import pytest
+
+from slimstart import bench_records, records
 
 REPOSITORY = Path(__file__).parents[2]
+RUNS = {
+    "dense": "dense",
+    "narrow": "hand-narrowed",
+    "settled": "slimstart, settled at half",
+    "paper": "slimstart, the paper's algorithm",
+}
 
 
-def test_the_table_of_the_readme_is_that_of_the_records() -> None:
-    lines = (REPOSITORY / "README.md").read_text().splitlines()
-    for name, label in [("dense", "dense"), ("narrow", "hand-narrowed"), ("slimstart", "slimstart, the paper's")]:
-        record = records.read(REPOSITORY / "results" / "vgg16-cifar10-60" / f"{name}.json")
-        (line,) = [line for line in lines if line.startswith(f"| {label}")]
-        assert [cell.strip() for cell in line.split("|")[2:-1]] == [
-            f"{record.accuracy:.1f}",
-            f"{100 * record.flops_ratio:.1f}",
-            f"{100 * record.params_ratio:.1f}",
-            f"{record.executed_saving:.2f}x",
-            f"{record.step_ms:.1f}",
-            f"{record.train_seconds / 60:.1f}",
+def cells(document: str, label: str) -> list[list[str]]:
+    """The cells behind the first, of the lines of tables that begin with a label."""
+    lines = (REPOSITORY / document).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines if line.startswith(f"| {label} |")]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tables_of_runs_are_those_of_the_records(name: str) -> None:
+    record = records.read(REPOSITORY / "results" / "vgg19-cifar10-60" / f"{name}.json")
+    assert record.step_ms is not None
+    end = [f"{record.executed_saving:.2f}x", f"{record.step_ms:.1f}", f"{record.train_seconds:.1f}"]
+    ratio = f"{100 * record.flops_ratio:.1f}"
+    assert cells("README.md", RUNS[name]) == [
+        [f"{record.accuracy:.1f}", ratio, f"{100 * record.params_ratio:.1f}", *end]
+    ]
+    assert cells("docs/performance.md", RUNS[name]) == [[f"{record.accuracy:.2f}", ratio, *end]]
+
+
+@pytest.mark.parametrize(
+    ("file", "label"),
+    [
+        ("bench-h200/vgg19-2048.json", "VGG-19, 2048"),
+        ("bench-h200/wrn28_10-256.json", "WRN-28-10, 256, stream coupling"),
+        ("bench-cpu/vgg19-64.json", "VGG-19, 64"),
+    ],
+)
+def test_tables_of_steps_are_those_of_the_records(file: str, label: str) -> None:
+    found = bench_records.read(REPOSITORY / "results" / file)
+    rows = [row for row in found.rows if row.resample_every > 1]
+    assert [line[:7] for line in cells("docs/performance.md", label)] == [
+        [
+            f"{100 * row.flops_ratio:.1f}",
+            f"{100 * row.executed_flops_ratio:.1f}",
+            *(f"{ms:.1f}" if ms < 100 else f"{ms:.0f}" for ms in (row.dense_ms, row.narrow_ms, row.ours_ms)),
+            f"{row.speedup:.2f}x",
+            f"{row.of_limit:.2f}",
         ]
+        for row in rows
+    ]

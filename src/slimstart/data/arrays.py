@@ -30,6 +30,9 @@ from slimstart.data.batches import (
 from slimstart.errors import DataError
 
 
+IMAGES_AT_ONCE = 4096
+
+
 @dataclass(frozen=True)
 class ArraySet:
     """A data set as arrays: images uint8 (N, C, H, W), labels int64 (N,)."""
@@ -148,6 +151,8 @@ class Augmented:
         self._num_batches = num_full_batches(self.num_images, batch_size)
         self._num_shifts = 2 * padding + 1
         self._seed, self._device, self._normalise = seed, device, normalise
+        # On a GPU it is the launches that take the time: those of several batches take no longer than those of one.
+        self._at_once = max(1, IMAGES_AT_ONCE // batch_size) if device.type == "cuda" else 1
         padded = F.pad(images.to(device), (padding,) * 4)
         # Every crop of every image, (N, C, top, left, H, W): a view, in which a batch of crops is one index.
         self._crops = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)
@@ -157,10 +162,13 @@ class Augmented:
         return self._num_batches
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        left = indices_from(start, len(self))
-        plan = self._draw(number)
-        batches = (self._batch(*plan[:, i * self.batch_size : (i + 1) * self.batch_size]) for i in left)
-        return beside(batches, self._device)
+        return beside(self._batches(indices_from(start, len(self)), self._draw(number)), self._device)
+
+    def _batches(self, left: range, plan: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for first in left[:: self._at_once]:
+            end = min(first + self._at_once, left.stop)
+            images, labels = self._batch(*plan[:, first * self.batch_size : end * self.batch_size])
+            yield from zip(images.split(self.batch_size), labels.split(self.batch_size), strict=True)
 
     def _draw(self, epoch: int) -> Tensor:
         """Which image, top, left and flip, for each position of an epoch: int64 (4, N), on the device."""

@@ -97,7 +97,8 @@ class Subnet:
     def follow_modes(self) -> None:
         """Be in training or evaluation mode wherever the dense model is."""
         for dense, narrow in self._pairs:
-            narrow.training = dense.training
+            if narrow.training is not dense.training:  # to set an attribute of a module takes far longer than to look
+                narrow.training = dense.training
 
     @torch.inference_mode(False)
     @torch.no_grad()
