@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
@@ -124,6 +124,7 @@ def graph_of(coupling: str = "filter") -> ChannelGraph:
 GRAPHS = {coupling: graph_of(coupling) for coupling in ("filter", "stream")}
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(2, 9), st.sampled_from(["filter", "stream"]), st.integers(1, 3))
 def test_room_is_enough_aligned_and_changes_seldom(seed: int, align: int, coupling: str, num_masks: int) -> None:
     generator, graph = torch.Generator().manual_seed(seed), GRAPHS[coupling]
@@ -195,18 +196,18 @@ def test_shapes_survive_draws_and_cost_what_the_table_says() -> None:
     for coupling in ("filter", "stream"):
         shapes: dict[int, set[Any]] = {}
         for align in (1, 8):
-            model = models.build("resnet20", num_classes=10, width=2.0)
+            model = models.build("resnet20", num_classes=10)
             sparse = SparseTraining(
                 model, SGD(model.parameters(), lr=0.1), images, Flops(0.3), coupling, align=align, seed=3
             )
             shapes[align] = set()
             cost = Flops(1.0).bind(sparse.graph.costs).cost
-            for _ in range(12):
+            for _ in range(6):
                 sparse.resample()
                 shapes[align].add(tuple(tuple(p.shape) for p in sparse.net.parameters()))
                 assert flops(sparse.net, images) == sparse.executed_flops >= cost(sparse.mask)
                 assert all(flops(one, images) == sparse.executed.reference_flops[0] for one in sparse.references())
-        assert len(shapes[1]) == 12
+        assert len(shapes[1]) == 6
         assert len(shapes[8]) == 1
 
 

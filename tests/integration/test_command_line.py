@@ -258,6 +258,7 @@ def test_folders_that_do_not_fit_are_refused(slimstart: Slimstart, trained: Path
     assert (status, "is not finished" in errors) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     def small_files_only() -> None:
         import resource
@@ -333,6 +334,7 @@ def test_a_malicious_checkpoint_or_network_is_refused(slimstart: Slimstart, trai
 # --------------------------------------------------------------------------- stopping
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     longer = [*TINY, "--epochs", "6"]
     process = command("train", *longer, "--out", tmp_path / "parts")

@@ -244,7 +244,7 @@ def test_torch_export(name: str) -> None:
     assert torch.allclose(outputs(program.module()), outputs(small), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [NETWORKS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS[1:])])
 def test_onnx(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

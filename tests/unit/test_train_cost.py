@@ -64,7 +64,7 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
         {"method": "narrow", "budget": "flops=0.3"},
         {"budget": "flops=0.3"},
         {"budget": "flops=0.3", "coupling": "stream", "resample_every": 3},
-        {"budget": "flops=0.3", "align": 4},
+        pytest.param({"budget": "flops=0.3", "align": 4}, marks=pytest.mark.slow),
         {"budget": "channels=0.5", "estimator": "pge"},
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
