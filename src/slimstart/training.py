@@ -143,6 +143,12 @@ class SparseTraining:
         self._backward = Backward(optimizer, max_grad_norm, scaler)
         device = next(model.parameters()).device
         self.engine, self._reason = choose(engine, optimizer, device)
+        if self.engine == "graphs" and align == 1:
+            if engine == "graphs":
+                raise ValueError(
+                    "`engine` is 'graphs' and `align` 1: without room to spare, shapes change at every draw"
+                )
+            self.engine, self._reason = "eager", "`align` is 1, so shapes change at every draw"
         align = align or (8 if self.engine == "graphs" else 1)
         self._networks: Networks
         if align == 1:
@@ -174,7 +180,8 @@ class SparseTraining:
 
         Args:
             loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because two of them see
-                the same batch.
+                the same batch. In CUDA graphs Python runs only while a step is captured: what may change from step to
+                step must be a tensor in the batch.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
@@ -347,6 +354,7 @@ class SparseTraining:
         self.sync()
         mask = self._best_mask(seen, loss_fn, num_samples)
         self.settled = True
+        self._search.end()
         self._networks.enter(mask[None], None)
         self._held_steps = 0
         recalibrate(self.net, seen, loss_fn)

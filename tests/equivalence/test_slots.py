@@ -281,3 +281,47 @@ def test_references_are_in_the_modes_of_the_model() -> None:
     for training in (False, True):
         model.train(training)
         assert all(module.training is training for module in sparse.reference.modules())
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_frozen_and_thawed_parameters_are_followed(align: int) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    model = models.build("resnet20", num_classes=10, width=0.5).double()
+    sparse = SparseTraining(model, SGD(model.parameters(), lr=0.01), images, Flops(0.4), align=align, resample_every=3)
+    weight = model.stage1[0].conv1.weight
+    sparse.step(loss_fn, images)
+    weight.requires_grad_(False)
+    sparse.sync()
+    before = weight.detach().clone()
+    for _ in range(4):
+        sparse.step(loss_fn, images)
+    sparse.sync()
+    assert torch.equal(weight, before)
+    weight.requires_grad_(True)
+    for _ in range(4):
+        sparse.step(loss_fn, images)
+    sparse.sync()
+    assert not torch.equal(weight, before)
+
+
+def test_loading_a_model_in_mid_window_keeps_the_draw_that_waits() -> None:
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+
+    def train(reload: bool) -> Any:
+        torch.manual_seed(0)
+        model = models.build("resnet20", num_classes=10, width=0.5).double()
+        sparse = SparseTraining(
+            model, SGD(model.parameters(), lr=1e-3, momentum=0.9), images, Flops(0.4), align=4, resample_every=3
+        )
+        losses = []
+        for number in range(8):
+            losses.append(float(sparse.step(loss_fn, images)))
+            if reload and number in (1, 4):
+                model.load_state_dict(model.state_dict())  # changes nothing
+        return losses, sparse.mask, sparse.keep_probs
+
+    plain, again = train(False), train(True)
+    assert plain[0] == again[0]
+    assert torch.equal(plain[1], again[1])
+    assert torch.equal(plain[2], again[2])

@@ -29,7 +29,6 @@ from slimstart.data.batches import (
 )
 from slimstart.errors import DataError
 
-
 IMAGES_AT_ONCE = 4096
 
 

@@ -17,12 +17,16 @@ class Backward:
     Attributes:
         optimizer: of the network that is trained.
         max_grad_norm: the norm of all gradients together is clipped at this, if given.
-        scaler: of the loss, for float16, if given. A step with infinite gradients is skipped by it.
+        scaler: of the loss, for float16, if given and enabled. A step with infinite gradients is skipped by it.
     """
 
     optimizer: Optimizer
     max_grad_norm: float | None = None
     scaler: GradScaler | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaler is not None and not self.scaler.is_enabled():
+            object.__setattr__(self, "scaler", None)
 
     def gradients(self, loss: Tensor) -> None:
         """Fill the gradients, in place of what they were."""

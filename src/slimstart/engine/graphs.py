@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -25,13 +26,23 @@ from slimstart.engine import fusion
 from slimstart.engine.backward import Backward
 from slimstart.engine.capture import capture
 from slimstart.engine.eager import LossFunction
-from slimstart.engine.optimizers import CapturedRates, settings
+from slimstart.engine.optimizers import CapturedRates, has_begun, settings
 from slimstart.kernels import Move, Moves
 
 logger = logging.getLogger(__name__)
 
 MOST_KINDS = 8  # graphs that are kept; all share one pool of memory
-MOST_STRANGERS = 20  # loss functions that came once and never again, before we say something
+MOST_STRANGERS = 20  # steps in a row of which each was the first of its kind, before we say something
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_PARTS = (
+    "the loss function (define it once, outside of the loop)",
+    "the structure of the batch",
+    "shapes, types or plain values in the batch",
+    "training modes or frozen parameters",
+    "settings of the optimizer other than the learning rate",
+    "autocast",
+)  # of a key
 
 
 class Subject(Protocol):
@@ -83,11 +94,12 @@ class Steps:
         self._done = torch.zeros((), dtype=torch.int64, device=device)
         self._seen_done = torch.zeros((), dtype=torch.int64).pin_memory()
         self._launched = 0
-        self._pools = _pools()
+        self._pools = _Pool(device), _Pool(device)  # for the network, and for what runs beside it
         self.side, self._forwarded = torch.cuda.Stream(device), torch.cuda.Event()
-        self._kinds: OrderedDict[Any, _Kind | None] = OrderedDict()
-        self._strangers: list[Any] = []
-        self._modules: list[nn.Module] = []
+        self._met: OrderedDict[Any, None] = OrderedDict()  # kinds of steps that have run eagerly, with any shapes
+        self._kinds: OrderedDict[Any, _Kind | None] = OrderedDict()  # and those with the present ones
+        self._num_strangers = 0
+        self._modules, self._parameters = _walk(subject.module)
         self._version = -1
         self.reason: str | None = None
         self.num_captures = 0
@@ -97,38 +109,51 @@ class Steps:
         if self._version != self._subject.version:
             self._kinds.clear()
             self._version = self._subject.version
-            self._modules = list(self._subject.module.modules())  # to walk the tree at every step would take longer
+            # To walk the tree at every step would take longer than a small network's forward.
+            self._modules, self._parameters = _walk(self._subject.module)
         leaves, tree = tree_flatten(list(batch))
         if any(isinstance(leaf, Tensor) and leaf.device != self.losses.device for leaf in leaves):
             self._refuse("a tensor of the batch is not on the network's device")
             return None
+        if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+            self._refuse("the batch holds something that is neither a tensor nor a plain value")
+            return None
         specs = tuple(
-            (leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+            (leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         )
-        modes = tuple(module.training for module in self._modules)
+        modes = tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         key = (_Same(loss_fn), tree, specs, modes, settings(self._backward.optimizer), autocast)
-        if key not in self._kinds:
-            self._meet(key, loss_fn)
+        if key not in self._kinds and key not in self._met:
+            self._meet(key)
             return None
+        self._kinds.setdefault(key, None)
         self._kinds.move_to_end(key)
+        self._num_strangers = 0
         kind = self._kinds[key]
         if kind is None:
+            if not has_begun(self._backward.optimizer):
+                return None
             kind = self._kinds[key] = self._capture(loss_fn, leaves, tree)
-        return None if kind is _FAILED else kind
+        if kind is _FAILED:
+            return None
+        self.reason = None
+        return kind
 
     def _capture(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any) -> _Kind:
         problem: Exception | None = None
-        # A forward that is not the same every time, or is differentiated twice, cannot be fused.
         for fuse in (True, False) if self._fuse else (False,):
             try:
                 kind = _Kind(self, loss_fn, leaves, tree, fuse)
             except Exception as error:  # whatever a user's function does that a graph cannot hold
                 torch.cuda.synchronize()
-                self._pools = _pools()  # the old ones may be spoilt
+                self._pools = _Pool(self.losses.device), _Pool(self.losses.device)  # the old ones may be spoilt
                 problem = error
-                logger.info("a step with%s fusion is not captured: %s", "" if fuse else "out", error)
+                if isinstance(error, fusion.DivergedError):
+                    break  # a forward that is another one every time: a graph would hold one of them for ever
+                if fuse:  # a second derivative, say
+                    logger.warning("steps are captured without fusion: %s: %s", type(error).__name__, error)
             else:
                 self.num_captures += 1
                 return kind
@@ -136,14 +161,16 @@ class Steps:
         failed: _Kind = _FAILED
         return failed
 
-    def _meet(self, key: Any, loss_fn: Any) -> None:
-        self._kinds[key] = None
-        if len(self._kinds) > MOST_KINDS:
-            self._kinds.popitem(last=False)
-        if len(self._strangers) < MOST_STRANGERS and all(loss_fn is not other for other in self._strangers):
-            self._strangers.append(loss_fn)
-            if len(self._strangers) == MOST_STRANGERS:
-                self._refuse("`loss_fn` is a new function at every step; define it once, outside of the loop")
+    def _meet(self, key: tuple[Any, ...]) -> None:
+        last = next(reversed(self._met), key)
+        self._met[key] = None
+        for known in (self._met, self._kinds):
+            if len(known) > MOST_KINDS:
+                known.popitem(last=False)
+        self._num_strangers += 1
+        if self._num_strangers == MOST_STRANGERS:
+            changes = [what for what, mine, its in zip(_PARTS, key, last, strict=True) if mine != its]
+            self._refuse(f"every step is a new kind of step: {' and '.join(changes)} never stay the same")
 
     def _refuse(self, reason: str) -> None:
         if reason != self.reason:
@@ -157,12 +184,15 @@ class Steps:
             learn: called on the stream `side`, behind all forwards; what it launches runs beside the backward.
         """
         self.rates.follow()
+        self._launched += 1
         main = torch.cuda.current_stream()
         if learn is not None:
             self.side.wait_stream(main)
             with torch.cuda.stream(self.side):
                 for reference in kind.references:
                     reference.replay()
+        if learn is not None and kind.is_random:
+            main.wait_stream(self.side)  # two graphs that run at once would read the same place in the sequence
         kind.forward.replay()
         if learn is not None:
             main.wait_stream(self.side)
@@ -173,7 +203,6 @@ class Steps:
             with torch.cuda.stream(self.side):
                 learn()
             main.wait_stream(self.side)  # before anybody writes other losses
-        self._launched += 1
 
     @property
     def failed(self) -> bool:
@@ -192,9 +221,12 @@ class Steps:
         return lost
 
 
-def _pools() -> tuple[Any, Any]:
-    """Memory for the main network's graphs, and for those that run beside them."""
-    return torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+class _Pool:
+    """Memory for graphs. PyTorch gives a pool up for ever with its last graph, so one small graph stays in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._anchor = capture(partial(torch.zeros, 1, device=device), self.handle)
 
 
 class _Kind:
@@ -202,6 +234,7 @@ class _Kind:
 
     def __init__(self, steps: Steps, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any, fuse: bool) -> None:
         self._steps, self._fuse = steps, fuse
+        self.is_random = False  # whether a forward takes random numbers on the device
         self._static = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for mine, its in zip(self._static, leaves, strict=True):
             if isinstance(its, Tensor) and its.requires_grad:
@@ -216,7 +249,7 @@ class _Kind:
         self._backups = Moves([Move(now.view(-1), before.view(-1), {0: 0}) for now, before in pairs])
 
         self._backups.scatter_(torch.full_like(self._places, -1))  # nothing is written, but its kernel is built
-        main, beside = steps._pools
+        main, beside = (pool.handle for pool in steps._pools)
         run = self._planned(subject.module, loss_fn, batch)
         steps._backward.optimizer.zero_grad(set_to_none=True)
         self.forward = capture(partial(self._forward, run), main)
@@ -238,24 +271,25 @@ class _Kind:
             with torch.set_grad_enabled(not no_grad):
                 return loss_fn(module, *batch)
 
-        if not self._fuse:
-            return run
-
         def fused() -> Tensor:
             with fusion.fused(plan):
                 return run()
 
         # Kernels are built when they first run, which must not be while a graph is captured.
+        device = self._steps.losses.device
         self._backups.gather_(self._places)
         try:
-            with torch.random.fork_rng(devices=[self._steps.losses.device]):
+            with torch.random.fork_rng(devices=[device]):
+                generator = torch.cuda.default_generators[device.index or 0]
+                before = generator.get_offset()
                 plan = fusion.record(run)
-                loss = fused()
+                self.is_random |= generator.get_offset() != before
+                loss = fused() if self._fuse else run()
                 if not no_grad:
                     loss.backward()
         finally:
             self._backups.scatter_(self._places)
-        return fused
+        return fused if self._fuse else run
 
     def _forward(self, run: Callable[[], Tensor]) -> None:
         self._backups.gather_(self._places)
@@ -271,8 +305,10 @@ class _Kind:
         steps, backward = self._steps, self._steps._backward
         steps.ok.logical_and_(torch.isfinite(steps.losses).all())
         steps._found_inf.copy_(~steps.ok)
+        # With a scaler it is the gradients that tell: not finite, the step is skipped.
+        loss = self._loss if backward.scaler is None else self._loss / (1 - steps._found_inf)
         with steps._subject.without_hooks():
-            backward.gradients(self._loss)
+            backward.gradients(loss)
         steps._subject.silence()
         optimizer: Any = backward.optimizer
         if backward.scaler is None:
@@ -300,14 +336,19 @@ class _Kind:
 class _Same:
     """Stands for an object in a key, by its identity; the object lives as long as the key."""
 
-    def __init__(self, it: object) -> None:
-        self._it = it
+    def __init__(self, it: Any) -> None:
+        # A bound method is a new object whenever it is asked for.
+        self._its = (it.__self__, it.__func__) if isinstance(it, MethodType) else (it,)
 
     def __hash__(self) -> int:
-        return id(self._it)
+        return hash(tuple(map(id, self._its)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._it is other._it
+        return isinstance(other, _Same) and list(map(id, self._its)) == list(map(id, other._its))
+
+
+def _walk(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    return list(module.modules()), list(module.parameters())
 
 
 _FAILED: Any = object()

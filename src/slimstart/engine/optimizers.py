@@ -5,6 +5,7 @@ PyTorch's fused optimizers have both. Others are run eagerly between graphs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,15 @@ def fuse(optimizer: Optimizer) -> bool:
     return True
 
 
+def has_begun(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has made its state, which must not happen while a step is captured."""
+    return all(
+        any(isinstance(value, Tensor) for p in group["params"] for value in optimizer.state.get(p, {}).values())
+        for group in optimizer.param_groups
+        if group.get("momentum", 1) != 0  # SGD without momentum has none
+    )
+
+
 def unfuse(optimizer: Optimizer) -> None:
     """Take back what only a GPU understands: settings that came with a state dict from one."""
     for group in optimizer.param_groups:
@@ -47,16 +57,20 @@ class CapturedRates:
     """Learning rates as tensors that a graph reads, kept equal to those in the optimizer's groups."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
-        self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
-        self._values: list[float] = [float("nan")] * len(self._rates)
+        self._optimizer, self._device = optimizer, device
+        self._rates: list[Tensor] = []
+        self._values: list[float] = []
 
     def follow(self) -> None:
         """Take over what a scheduler has set since."""
+        for _ in self._optimizer.param_groups[len(self._rates) :]:
+            self._rates.append(torch.zeros((), device=self._device))
+            self._values.append(math.nan)
         for number, (group, rate) in enumerate(zip(self._optimizer.param_groups, self._rates, strict=True)):
             value = group["lr"]
             if isinstance(value, Tensor):
                 rate.copy_(value)
+                self._values[number] = math.nan
             elif value != self._values[number]:
                 rate.fill_(value)
                 self._values[number] = value
@@ -64,6 +78,7 @@ class CapturedRates:
     @contextmanager
     def in_groups(self) -> Iterator[None]:
         """The tensors stand in for the numbers, while a step is captured."""
+        self.follow()
         groups = self._optimizer.param_groups
         values = [group["lr"] for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):

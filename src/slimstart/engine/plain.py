@@ -17,6 +17,7 @@ from slimstart.engine.choice import choose
 from slimstart.engine.eager import LossFunction, not_finite
 from slimstart.engine.graphs import Steps
 from slimstart.engine.optimizers import fuse as fuse_optimizer
+from slimstart.engine.optimizers import unfuse
 
 
 class PlainTraining:
@@ -50,6 +51,8 @@ class PlainTraining:
         device = next(net.parameters()).device
         self.engine, self._reason = choose(engine, optimizer, device)
         self._steps: Steps | None = None
+        if self.engine == "eager":
+            optimizer.register_load_state_dict_post_hook(unfuse)
         if self.engine == "graphs":
             losses = torch.zeros(1, dtype=torch.float64, device=device)
             subject = _Subject(net)

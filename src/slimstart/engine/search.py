@@ -14,7 +14,7 @@ from slimstart.engine.capture import Graphed
 from slimstart.structure import DevicePolicy, Policy
 from slimstart.subnet import Networks, SlotNetworks
 
-LOOK_EVERY = 100  # draws after which the host looks at s, and whether less room would do
+LOOK_EVERY = 100  # draws, after which it is looked at whether less room would do
 
 
 class Search:
@@ -23,6 +23,7 @@ class Search:
     def __init__(self, policy: Policy, networks: Networks) -> None:
         self.policy, self.networks = policy, networks
         self._pending: Tensor | None = None
+        self._num_draws = 0
 
     @property
     def pending(self) -> Tensor | None:
@@ -39,14 +40,21 @@ class Search:
 
     def learn(self, losses: Tensor) -> None:
         """Learn from the losses (num_masks,) of the present networks, and draw the next."""
-        self.policy.update(losses.cpu())
+        losses = losses.cpu()
+        if bool(losses.isfinite().all()):  # otherwise whoever computed them will say so
+            self.policy.update(losses)
         self.pending = self.policy.draw()
+
+    def end(self) -> None:
+        """There will be no other draw."""
+        self.pending = None
 
     def advance(self) -> None:
         """Become the networks of the next draw."""
         masks = self.policy.draw() if self.pending is None else self.pending
+        self._num_draws += 1
         self.networks.store()
-        self.networks.enter(masks, self.policy.keep_probs)
+        self.networks.enter(masks, self.policy.keep_probs, look=self._num_draws % LOOK_EVERY == 0)
         self.pending = None
 
 
@@ -78,7 +86,6 @@ class DeviceSearch(Search):
         self._uploaded, self._drawn = torch.cuda.Event(), torch.cuda.Event()
         self._fits = torch.zeros((), dtype=torch.bool).pin_memory()
         self._waiting = False  # whether a draw waits for the end of the window
-        self._num_draws = 0
         self._made: _Graphs | None = None
 
     def learn(self, losses: Tensor) -> None:
@@ -86,11 +93,14 @@ class DeviceSearch(Search):
             self._losses.copy_(losses)
             self.networks.refresh()
         self._launch(self._graphs.learn)
+        if torch.cuda.current_stream() != self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def advance(self) -> None:
         if not self._waiting:
             self._launch(self._graphs.draw)
-        self.policy.prepare()
+        if not self._drawn.query():  # then there is time
+            self.policy.prepare()
         self._drawn.synchronize()
         torch.cuda.current_stream().wait_event(self._drawn)
         self._waiting = False
@@ -113,6 +123,10 @@ class DeviceSearch(Search):
             graph()
             self._drawn.record()
         self._waiting = True
+
+    def end(self) -> None:
+        super().end()
+        self._made = None
 
     @property
     def _graphs(self) -> _Graphs:

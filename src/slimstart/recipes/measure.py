@@ -18,6 +18,8 @@ from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
 from slimstart.recipes.recipe import Recipe, merged
 from slimstart.structure import Flops
 
+WARM_UP = 3  # steps, in which graphs are captured and room is made
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -62,6 +64,9 @@ def step_times(
         steps["slimstart"] = _search_step(search, batch, draw=held_long)
         if held_long:
             steps["held"] = _search_step(search, batch, draw=False)
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step(Stopwatch(batch[0].device, in_parts=False))
     times = compare(steps, batch[0].device, rounds, seconds)
     own = times[recipe.method]
     if "held" in times:  # a window is one first step, and the rest are held

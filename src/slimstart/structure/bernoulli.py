@@ -213,7 +213,10 @@ class BernoulliUnits:
             raise ValueError(f"`n` is {n}; it must be at least 1")
         self._rewind()
         s = self.keep_probs
-        return torch.stack([cut(mask, s, self._table, self.budget) for mask in sample(s, n, self._generator)])
+        masks = sample(s, n * (1 if self._cap is None else TRIES), self._generator)
+        if self._cap is not None:
+            masks = self._cap.to("cpu").first_within(masks.view(TRIES, n, -1), s)
+        return torch.stack([cut(mask, s, self._table, self.budget) for mask in masks])
 
     def state_dict(self) -> dict[str, Any]:
         """On the CPU, whatever the policy's device: a state of one device can be loaded on another."""

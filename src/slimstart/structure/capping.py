@@ -8,7 +8,7 @@ units have the distribution :math:`p(m | s, \text{within the cap})`, and a littl
 :math:`\nabla \ln P(\text{within})`, which is the same for all masks, and estimators that compare losses of several
 masks (`Estimator.centred`) lose it: :math:`\mathbb{E}[(L_1 - L_2) c] = 0` for any constant c. So they estimate the
 gradient of the capped objective, without bias, but for groups that are above the cap `TRIES` times in a row (fewer than
-one in ten thousand), which stay as they are.
+one in ten thousand), which stay as they are. The expected cost is computed without the cap; draws cost a little less.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class DevicePolicy(Policy, Protocol):
         """Make the random numbers of the next draw already, while there is time; they are the same as without."""
 
     def random_numbers(self) -> Tensor:
-        """(num_masks, U) for `draw_with`, from the policy's own generator: on the CPU, the same for all devices."""
+        """Of `numbers_shape`, for `draw_with`, from the policy's generator: on the CPU, the same for all devices."""
 
     def draw_with(self, numbers: Tensor) -> Tensor:
         """(num_masks, U) raw masks from `random_numbers` on the policy's device; always the same tensor, rewritten."""

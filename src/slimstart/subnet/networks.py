@@ -64,19 +64,20 @@ class Networks:
         """Where the dense model is."""
         return next(self.model.parameters()).device
 
-    def enter(self, masks: Tensor, keep_probs: Tensor | None) -> None:
+    def enter(self, masks: Tensor, keep_probs: Tensor | None, look: bool = True) -> None:
         """Become the networks of another draw; what the last ones have learned must have been stored.
 
         Args:
             masks: (n, U) raw draws.
             keep_probs: s, for room to be made with foresight; None where the structure is fixed.
+            look: whether to find out if less room would do.
         """
         self.masks = masks.clone()
         self._load(self.graph.select(masks[0]))
 
-    def _load(self, selection: Selection) -> None:
+    def _load(self, selection: Selection, ports: bool = True) -> None:
         self.version += 1
-        self.net.load(selection)
+        self.net.load(selection, ports)
         self.link.point(self.net.parameters, selection)
         self.__dict__.pop("executed", None)
 

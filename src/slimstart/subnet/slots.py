@@ -23,8 +23,7 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.graph import ChannelGraph
 
-RENEW = 1.15  # room is made anew when it executes so many times the FLOPs of fresh room ...
-LOOK_EVERY = 50  # ... which is looked at once in so many draws
+RENEW = 1.15  # room is made anew when it executes so many times the FLOPs of fresh room
 POSSIBLE = 1e-4  # a stream's channel has room if its probability is at least this
 
 
@@ -56,25 +55,25 @@ class Slots:
         self._group, self._events = table.unit_group.cpu(), table.events.cpu()
         self.size = torch.bincount(self._group)
         self.shared = shared_events(table)
-        self._draws = 0
         self.room = Room(torch.zeros_like(self.size), torch.zeros_like(self.shared))
 
-    def adjust(self, kept: Tensor, keep_probs: Tensor | None) -> bool:
+    def adjust(self, kept: Tensor, keep_probs: Tensor | None, look: bool = True) -> bool:
         """See to it that there is room for these masks; returns whether that changed it.
 
         Args:
             kept: (n, U) masks of one draw, after the at-least-one rule.
             keep_probs: s, or None where the structure is fixed and no other mask will come.
+            look: whether to find out if less room would do; it need not be at every draw.
         """
         needed, happens = self._needed(kept)
-        self._draws += 1
         too_small = needed > self.room.units
         missing = happens & ~self.room.streams
         overflows = bool(too_small.any() | missing.any())
-        if not overflows and keep_probs is not None and self._draws % LOOK_EVERY:
+        if not (overflows or look) and keep_probs is not None:
             return False
         fresh = self._fresh(needed, happens, keep_probs)
-        if keep_probs is None or self._draws == 1 or self._flops(self.room) > RENEW * self._flops(fresh):
+        first = not bool(self.room.units.any())
+        if keep_probs is None or first or self._flops(self.room) > RENEW * self._flops(fresh):
             if torch.equal(fresh.units, self.room.units) and torch.equal(fresh.streams, self.room.streams):
                 return False
             self.room = fresh

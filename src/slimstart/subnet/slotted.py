@@ -69,14 +69,15 @@ class SlotNetworks(Networks):
     @torch.no_grad()
     def leave(self) -> None:
         """Write what the trained network holds into the dense model and state."""
-        self._out.scatter_(self._seats.places[0])
+        self._moves.scatter_(self._seats.places[0])
 
     @torch.no_grad()
     def accept(self) -> None:
         """Become the proposed networks."""
         self.masks.copy_(self.proposed_masks)
         self._seats.copy_(self.proposed)
-        self._in.gather_(self._seats.places[0])
+        self._moves.gather_(self._seats.places[0])
+        self._occupy.gather_(self._seats.places[0])
 
     @torch.no_grad()
     def load_reference(self, number: int) -> None:
@@ -86,15 +87,19 @@ class SlotNetworks(Networks):
 
     # --- what the host does ------------------------------------------------------------------------------------------
 
-    def enter(self, masks: Tensor, keep_probs: Tensor | None) -> None:
+    def enter(self, masks: Tensor, keep_probs: Tensor | None, look: bool = True) -> None:
         kept = self.graph.costs.at_least_one(masks.to(self.device))
-        changed = self.slots.adjust(kept, keep_probs)
+        changed = self.slots.adjust(kept, keep_probs, look)
         if changed or self._seating is None or kept.shape != self.masks.shape or kept.device != self.masks.device:
             self._build(kept)
             return
         self.refresh()
         self.propose(kept)
         self.accept()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what belongs to the values that were there before."""
         for parameter in self.net.parameters.values():
             parameter.grad = None
         torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
@@ -107,20 +112,18 @@ class SlotNetworks(Networks):
         if not bool(self._seats.fits):
             raise AssertionError("a network of this room does not have the shapes that it should; please report this")
         self.proposed = Seats(*(tensor.clone() for tensor in (self._seats.places, self._seats.ports, self._seats.fits)))
-        self._load(self.graph.select_within(kept[0], self._seating.frame(kept[0])))
+        self._load(self.graph.select_within(kept[0], self._seating.frame(kept[0])), ports=False)
         self._set_ports(self.net, self._seats.ports[0])
         self._reference_ports = self._seats.ports[0].clone()
         if len(kept) > 1:
-            self.reference.load(self.graph.select_within(kept[1], self._seating.frame(kept[1])))
+            self.reference.load(self.graph.select_within(kept[1], self._seating.frame(kept[1])), ports=False)
             self._set_ports(self.reference, self._reference_ports)
+        else:  # there will be no other: give the memory back
+            self.reference = Subnet(self.model, self.graph)
         self.occupied = {name: torch.zeros_like(p.detach()) for name, p in self.net.parameters.items()}
-        for name, parameter in self.net.parameters.items():
-            if parameter.requires_grad and self._hooked.get(name) is not parameter:
-                self._hooked[name] = parameter
-                parameter.register_post_accumulate_grad_hook(partial(self._silence, name))
         self._known = None
         self.refresh()
-        Moves([self._occupied_move(name) for name in self.occupied]).gather_(self._seats.places[0])
+        self._occupy.gather_(self._seats.places[0])
 
     def _silence(self, name: str, parameter: Tensor) -> None:
         """See to it that gradients of passengers are zero: otherwise they would learn.
@@ -190,8 +193,11 @@ class SlotNetworks(Networks):
         self.leave()
         self.link.pairs()  # for the scalars
 
+    @torch.no_grad()
     def reload(self) -> None:
-        self._build(self.masks)
+        self.refresh()
+        self._moves.gather_(self._seats.places[0])
+        self._forget()
 
     def adopt(self) -> None:
         self.version += 1
@@ -221,7 +227,14 @@ class SlotNetworks(Networks):
     # --- tables of what moves ----------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Make the tables anew if the optimizer has state that they do not know; after eager steps, that is."""
+        """Make the tables anew if the optimizer has state that they do not know; after eager steps, that is.
+
+        Parameters that have been thawed since get their hooks, too.
+        """
+        for name, parameter in self.net.parameters.items():
+            if parameter.requires_grad and self._hooked.get(name) is not parameter:
+                self._hooked[name] = parameter
+                parameter.register_post_accumulate_grad_hook(partial(self._silence, name))
         names = self.net.changing
         now = (*names, *self.link.addresses, *(self.net.dense(name).data_ptr() for name in names))
         if now == self._known:
@@ -230,9 +243,8 @@ class SlotNetworks(Networks):
         self.version += 1
         weights = [self._move(name, self.net.dense(name), self.net.tensor(name)) for name in names]
         states = [self._move(name, dense, narrow) for name, dense, narrow in self.link.pairs()]
-        occupied = [self._occupied_move(name) for name in self.occupied]
-        self._out = Moves([*weights, *states])
-        self._in = Moves([*weights, *states, *occupied])
+        self._moves = Moves([*weights, *states])
+        self._occupy = Moves([self._occupied_move(name) for name in self.occupied])
         if len(self.masks) > 1:
             self._in_reference = Moves(
                 [self._move(name, self.net.dense(name), self.reference.tensor(name)) for name in names]
@@ -253,8 +265,9 @@ class SlotNetworks(Networks):
         found: dict[str, list[Side | None]] = {name: [None, None] for name in subnet.ports}
         for (name, is_write), (own, num_own, stream, num_stream) in self._seating.ports.items():
             found[name][is_write] = Side(buffer[own : own + num_own], buffer[stream : stream + num_stream])
+        reads, writes = self.graph.reads, self.graph.writes
         for name, (read, write) in found.items():
-            layer = subnet.ports[name]
-            width: Any = layer.stream_width
-            dims: Any = layer.stream_dims
-            set_port(layer, read, write, width, dims)
+            dims = reads[name].dim if name in reads else 0, writes[name].dim if name in writes else 0
+            set_port(
+                subnet.ports[name], read, write, 0 if write is None or write.back is None else len(write.back), dims
+            )

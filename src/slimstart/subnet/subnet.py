@@ -63,8 +63,12 @@ class Subnet:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def load(self, selection: Selection) -> None:
-        """Become the network of another selection, with the dense model's present values."""
+    def load(self, selection: Selection, ports: bool = True) -> None:
+        """Become the network of another selection, with the dense model's present values.
+
+        Args:
+            ports: point those of layers on streams, too; without, whoever asks for that does it.
+        """
         for name in self._moving:
             dense = self.dense(name)
             if self._is_seen(name):
@@ -85,8 +89,10 @@ class Subnet:
             self._note(name)
         torch.clear_autocast_cache()  # it knows tensors by identity, and some of them have new values
         set_attributes(self.module, selection)
-        for name, layer in self.ports.items():
-            point_port(layer, name, selection)
+        if ports:
+            for name, layer in self.ports.items():
+                point_port(layer, name, selection)
+        self._twins = [(self._homes[name], parameter) for name, parameter in self.parameters.items()]
         self.follow_modes()
         self.selection = selection
 
@@ -95,10 +101,14 @@ class Subnet:
             self._seen[name] = (self.dense(name)._version, self.tensor(name)._version)
 
     def follow_modes(self) -> None:
-        """Be in training or evaluation mode wherever the dense model is."""
+        """Be in training or evaluation mode, and frozen, wherever the dense model is."""
         for dense, narrow in self._pairs:
             if narrow.training is not dense.training:  # to set an attribute of a module takes far longer than to look
                 narrow.training = dense.training
+        for (home, key), parameter in self._twins:
+            twin = home._parameters[key]
+            if twin is not None and twin.requires_grad is not parameter.requires_grad:
+                parameter.requires_grad_(twin.requires_grad)
 
     @torch.inference_mode(False)
     @torch.no_grad()

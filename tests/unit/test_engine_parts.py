@@ -1,0 +1,128 @@
+"""Parts of the graph engine that need no GPU: learning rates, settings, keys."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, RMSprop
+
+from slimstart.engine import Backward, PlainTraining, choose
+from slimstart.engine.graphs import _Same
+from slimstart.engine.optimizers import CapturedRates, fuse, has_begun, settings, unfuse
+
+
+def parameters(n: int = 2) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3)) for _ in range(n)]
+
+
+def test_rates_follow_numbers_tensors_and_new_groups() -> None:
+    first, second, third = parameters(3)
+    optimizer = SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": torch.tensor(0.2)}], lr=1.0)
+    rates = CapturedRates(optimizer, torch.device("cpu"))
+    rates.follow()
+    optimizer.add_param_group({"params": [third], "lr": 0.3})
+    optimizer.param_groups[0]["lr"] = 0.05
+    optimizer.param_groups[1]["lr"].fill_(0.4)
+    with rates.in_groups():
+        inside = [group["lr"] for group in optimizer.param_groups]
+        assert all(isinstance(rate, torch.Tensor) for rate in inside)
+        assert [float(rate) for rate in inside] == pytest.approx([0.05, 0.4, 0.3])
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    optimizer.param_groups[0]["lr"] = 0.01
+    rates.follow()
+    assert float(inside[0]) == pytest.approx(0.01)  # the same tensor, which a graph has
+
+
+def test_settings_are_all_but_the_learning_rate() -> None:
+    optimizer = SGD(parameters(), lr=0.1, momentum=0.9)
+    before = settings(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert settings(optimizer) == before
+    optimizer.param_groups[0]["momentum"] = 0.8
+    assert settings(optimizer) != before
+    assert hash(settings(Adam(parameters()))) is not None
+
+
+def test_an_optimizer_has_begun_when_it_has_state() -> None:
+    used, unused = parameters()
+    for optimizer in (SGD([used, unused], lr=0.1, momentum=0.9), Adam([used, unused])):
+        assert not has_begun(optimizer)
+        used.grad = torch.ones(3)
+        optimizer.step()
+        assert has_begun(optimizer)  # the other parameter may never get a gradient
+    assert has_begun(SGD([used], lr=0.1))
+
+
+def test_only_a_gpu_has_fused_steps() -> None:
+    assert not fuse(SGD(parameters(), lr=0.1))
+    optimizer = Adam(parameters(), capturable=True)
+    unfuse(optimizer)
+    assert optimizer.param_groups[0]["capturable"] is False
+
+
+def test_engines_that_cannot_be_are_refused_or_explained() -> None:
+    optimizer, cpu = SGD(parameters(), lr=0.1), torch.device("cpu")
+    assert choose("eager", optimizer, cpu) == ("eager", "it was asked for")
+    assert choose("auto", optimizer, cpu) == ("eager", "the model is on cpu, and CUDA graphs need a GPU")
+    with pytest.raises(ValueError, match="`engine` is 'graphs', but the model is on cpu"):
+        choose("graphs", optimizer, cpu)
+    with pytest.raises(ValueError, match="`engine` is 'fast'; it must be one of 'auto', 'eager', 'graphs'"):
+        choose("fast", optimizer, cpu)
+
+
+def test_functions_are_the_same_by_identity_and_methods_by_owner() -> None:
+    class Owner:
+        def loss(self) -> None:
+            pass
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    one, other = Owner(), Owner()
+    assert one.loss is not one.loss  # Python makes it anew
+    assert _Same(one.loss) == _Same(one.loss)
+    assert hash(_Same(one.loss)) == hash(_Same(one.loss))
+    assert _Same(one.loss) != _Same(other.loss)
+    assert _Same(one) == _Same(one)
+    assert _Same(one) != _Same(other)
+
+
+def test_a_scaler_that_is_not_enabled_is_none() -> None:
+    optimizer = SGD(parameters(), lr=0.1)
+    assert Backward(optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)).scaler is None
+    assert Backward(optimizer, scaler=torch.amp.GradScaler("cpu")).scaler is not None
+
+
+@pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: RMSprop(p, lr=0.01)])
+def test_plain_training_is_plain_and_clips(make) -> None:  # type: ignore[no-untyped-def]
+    def loss_fn(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net(x).square().mean()
+
+    x = torch.randn(8, 4)
+    nets = []
+    for clip in (None, 0.01):
+        torch.manual_seed(0)
+        ours, reference = nn.Linear(4, 3), nn.Linear(4, 3)
+        reference.load_state_dict(ours.state_dict())
+        training, optimizer = (
+            PlainTraining(ours, make(ours.parameters()), max_grad_norm=clip),
+            make(reference.parameters()),
+        )
+        for _ in range(4):
+            loss = training.step(loss_fn, x)
+            optimizer.zero_grad()
+            expected = loss_fn(reference, x)
+            expected.backward()
+            if clip is not None:
+                norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters()))
+                for p in reference.parameters():
+                    p.grad.mul_(min(1.0, clip / (norm + 1e-6)))
+            optimizer.step()
+            assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        assert training.num_steps == 4
+        torch.testing.assert_close(ours.weight, reference.weight)
+        nets.append(ours.weight.detach())
+    assert not torch.allclose(nets[0], nets[1])
