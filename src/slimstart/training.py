@@ -417,7 +417,7 @@ class SparseTraining:
             "num_steps": self.num_steps,
             "held_steps": self._held_steps,
             "settled": self.settled,
-            "masks": self._networks.masks.cpu(),
+            "masks": self._networks.masks.to("cpu", copy=True),
             "room": self._networks.room,
             "pending": self._search.pending,
             "policy": self.policy.state_dict(),

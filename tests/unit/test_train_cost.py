@@ -63,7 +63,7 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
         {"method": "dense", "budget": None},
         {"method": "narrow", "budget": "flops=0.3"},
         {"budget": "flops=0.3"},
-        {"budget": "flops=0.3", "coupling": "stream", "resample_every": 3},
+        pytest.param({"budget": "flops=0.3", "coupling": "stream", "resample_every": 3}, marks=pytest.mark.slow),
         pytest.param({"budget": "flops=0.3", "align": 4}, marks=pytest.mark.slow),
         {"budget": "channels=0.5", "estimator": "pge"},
     ],

@@ -255,7 +255,7 @@ class _Kind:
         self.forward = capture(partial(self._forward, run), main)
         with steps.rates.in_groups():
             self.behind = capture(self._behind, main)
-        del self._loss
+        vars(self).pop("_loss", None)  # with its activations; the graphs have their memory
         self.references = []
         for number, (fill, module) in enumerate(subject.companions, start=1):
             fill()

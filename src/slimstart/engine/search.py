@@ -157,7 +157,7 @@ class DeviceSearch(Search):
     @property
     def pending(self) -> Tensor | None:
         self._drawn.synchronize()
-        return self.networks.proposed_masks.cpu() if self._waiting else None
+        return self.networks.proposed_masks.to("cpu", copy=True) if self._waiting else None
 
     @pending.setter
     def pending(self, masks: Tensor | None) -> None:

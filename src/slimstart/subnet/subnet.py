@@ -50,6 +50,7 @@ class Subnet:
             name: [(self.module.get_submodule(path), key) for path, key in places[name]] for name in self._moving
         }
         self._pairs = list(zip(model.modules(), self.module.modules(), strict=True))
+        self._twins: list[tuple[tuple[nn.Module, str], nn.Parameter]] = []
         # Buffers without channels (a causal mask) may be large and hardly ever change: copied when they do.
         self._seen: dict[str, tuple[int, int]] = {}  # versions of the dense and the narrow one when last equal
         self._constant = {

@@ -1,0 +1,285 @@
+"""What must hold for steps as CUDA graphs: on a GPU, and with a GPU that is pretended (`tests/pretended_gpu.py`).
+
+Imported by `test_gpu_engine.py` and by `test_graph_engine.py`, each with a fixture `device` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from slimstart import Flops, NonFiniteLossError, SparseTraining, models
+from slimstart.engine import PlainTraining
+from tests.zoo import ZOO
+
+# The projection on the device ends within 1e-7 of the budget, and fused optimizers have learning rates in float32.
+TOLERANCE = 1e-6
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4),
+    "adam": lambda parameters: Adam(parameters, lr=1e-3),
+}
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(images), labels)
+
+
+def batches(
+    device: str, number: int, shape: tuple[int, ...] = (3, 16, 16), dtype: torch.dtype = torch.float64
+) -> Batches:
+    torch.manual_seed(1)
+    made = [(torch.randn(8, *shape, dtype=dtype), torch.randint(0, 10, (8,))) for _ in range(number)]
+    return [(images.to(device), labels.to(device)) for images, labels in made]
+
+
+def small(device: str, optimizer: str = "sgd", dtype: torch.dtype = torch.float64, **settings: Any) -> SparseTraining:
+    torch.manual_seed(0)
+    model = models.build("resnet20", num_classes=10, width=0.5).to(device, dtype)
+    example = torch.zeros(1, 3, 16, 16, device=device, dtype=dtype)
+    settings = {"budget": Flops(0.4), "engine": "graphs", **settings}
+    return SparseTraining(model, OPTIMIZERS[optimizer](model.parameters()), example, **settings)
+
+
+def captures(sparse: SparseTraining) -> int:
+    assert sparse._steps is not None
+    return sparse._steps.num_captures
+
+
+def both(device: str, data: Batches, step: Callable[..., Tensor] | None = None, **settings: Any) -> SparseTraining:
+    """Train with graphs and eagerly; the losses must agree. Returns the training with graphs."""
+    runs = [small(device, engine=engine, **settings) for engine in ("graphs", "eager")]
+    losses = [[float(sparse.step(step or loss_fn, *batch)) for batch in data] for sparse in runs]
+    assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+    return runs[0]
+
+
+def trained(device: str, name: str, coupling: str, engine: str, resample_every: int) -> tuple[list[float], Any]:
+    entry = ZOO[name]
+    torch.manual_seed(0)
+    model = entry.factory().double().to(device)
+    data = batches(device, 9, tuple(entry.example_inputs().shape[1:]))
+    sparse = SparseTraining(
+        model,
+        OPTIMIZERS["sgd"](model.parameters()),
+        data[0][0][:1],
+        Flops(0.4),
+        coupling,
+        resample_every=resample_every,
+        engine=engine,
+    )
+    assert sparse.engine == engine
+    losses = [sparse.step(loss_fn, *batch) for batch in data]
+    if engine == "graphs":
+        assert captures(sparse) > 0
+        assert sparse.reason is None
+    return [float(loss) for loss in losses], {**model.state_dict(), "s": sparse.keep_probs}
+
+
+@pytest.mark.parametrize(
+    ("name", "coupling", "resample_every"),
+    [
+        ("vgg_bn", "filter", 1),
+        ("resnet_basic", "filter", 3),
+        *(
+            pytest.param(name, coupling, every, marks=pytest.mark.slow)
+            for name in ("vgg_bn", "resnet_basic", "wide_resnet", "mobilenet_v1", "densenet")
+            for coupling in ("filter", "stream")
+            for every in (1, 3)
+        ),
+    ],
+)
+def test_graphs_equal_eager_steps_on_changing_batches(
+    device: str, name: str, coupling: str, resample_every: int
+) -> None:
+    graphs, eager = (trained(device, name, coupling, engine, resample_every) for engine in ("graphs", "eager"))
+    assert graphs[0] == pytest.approx(eager[0], abs=TOLERANCE)
+    for key, value in eager[1].items():
+        torch.testing.assert_close(graphs[1][key], value, rtol=1e-6, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "adam"},
+        {"max_grad_norm": 0.1},
+        {"estimator": "leave_one_out"},
+        {"estimator": "pge"},
+        {"sampling": "bernoulli", "resample_every": 2},
+    ],
+    ids=str,
+)
+def test_clipping_optimizers_and_estimators(device: str, settings: dict[str, Any]) -> None:
+    assert captures(both(device, batches(device, 6), **settings)) > 0
+
+
+@pytest.mark.slow
+def test_learning_rates_and_short_batches_take_effect(device: str) -> None:
+    data = batches(device, 12)
+    data[5] = data[5][0][:3], data[5][1][:3]
+    found = []
+    for engine in ("graphs", "eager"):
+        sparse, losses = small(device, engine=engine, resample_every=2), []
+        for number, batch in enumerate(data):
+            sparse.optimizer.param_groups[0]["lr"] = 0.1 if number % 3 else 0.01 * number
+            losses.append(float(sparse.step(loss_fn, *batch)))
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], abs=TOLERANCE)
+
+
+def test_room_that_changes_is_captured_anew_and_fused_again(device: str) -> None:
+    data = batches(device, 6)
+    sparse = both(device, data, resample_every=2)
+    before = captures(sparse)
+    sparse._networks.slots.room.units.clamp_(max=3)  # type: ignore[attr-defined]  # as if it had been made too small
+    sparse._networks._seating._room.clamp_(max=3)  # type: ignore[attr-defined]
+    for batch in data:
+        sparse.step(loss_fn, *batch)
+    assert sparse._steps is not None
+    assert captures(sparse) > before
+    fused = [kind._fuse for kind in sparse._steps._kinds.values() if kind is not None]
+    assert fused == [True] * len(fused) != []
+
+
+@pytest.mark.slow
+def test_steps_that_are_never_alike_are_told_of(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    ((images, labels),) = batches(device, 1)
+    sparse = small(device)
+    for _ in range(22):
+        sparse.step(lambda net, x, y: F.cross_entropy(net(x), y), images, labels)
+    assert "the loss function (define it once, outside of the loop) never stay" in str(sparse.reason)
+    sparse = small(device)
+    for number in range(22):
+        sparse.optimizer.param_groups[0]["momentum"] = 0.9 - 0.01 * number
+        sparse.step(loss_fn, images, labels)
+    assert "settings of the optimizer other than the learning rate" in str(sparse.reason)
+    assert "steps run eagerly" in caplog.text
+    for _ in range(3):
+        sparse.step(loss_fn, images, labels)
+    assert sparse.reason is None  # it has become regular
+
+
+def test_batches_with_other_things_than_tensors(device: str) -> None:
+    def mixed(net: nn.Module, images: Tensor, labels: Tensor, extra: Any) -> Tensor:
+        return F.cross_entropy(net(images), labels) * (extra if isinstance(extra, float) else 1.0)
+
+    (batch,) = batches(device, 1)
+    sparse, losses = small(device, resample_every=100), []
+    for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0):
+        losses.append(float(sparse.step(mixed, *batch, factor)))
+    assert losses[3] > 1.5 * losses[2]  # another value is another kind of step
+    sparse.step(mixed, *batch, object())
+    assert "neither a tensor nor a plain value" in str(sparse.reason)
+
+
+@pytest.mark.parametrize("resample_every", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_loss_that_is_not_finite_changes_nothing(device: str, resample_every: int) -> None:
+    sparse, data = small(device, resample_every=resample_every), batches(device, 6)
+    for batch in data:
+        sparse.step(loss_fn, *batch)
+    before = {k: v.clone() for k, v in sparse.model.state_dict().items()}
+    s, steps = sparse.keep_probs, sparse.num_steps
+    bad = torch.full_like(data[0][0], float("nan"))
+
+    def go_on() -> None:
+        for _ in range(20):
+            sparse.step(loss_fn, bad, data[0][1])
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+    with pytest.raises(NonFiniteLossError, match=f"at step {steps}"):
+        go_on()
+    assert sparse.num_steps == steps
+    torch.testing.assert_close(sparse.keep_probs, s, rtol=0, atol=0)
+    for key, value in sparse.model.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}")
+    assert all(torch.isfinite(sparse.step(loss_fn, *batch)) for batch in data)
+
+
+@pytest.mark.parametrize("resample_every", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_checkpoints_go_between_engines_and_devices(device: str, resample_every: int) -> None:
+    data = batches(device, 8)
+    whole = small(device, resample_every=resample_every)
+    for batch in data[:5]:
+        whole.step(loss_fn, *batch)
+    state = whole.state_dict()
+    rest = [float(whole.step(loss_fn, *batch)) for batch in data[5:]]
+    for engine, place in (("graphs", device), ("eager", device), ("eager", "cpu")):
+        other = small(place, resample_every=resample_every, engine=engine)
+        other.step(loss_fn, *(tensor.to(place) for tensor in data[0]))
+        other.load_state_dict(state)
+        losses = [float(other.step(loss_fn, *(tensor.to(place) for tensor in batch))) for batch in data[5:]]
+        assert losses == pytest.approx(rest, abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_settled_network_goes_on_in_graphs(device: str) -> None:
+    data, found = batches(device, 6), []
+    for engine in ("graphs", "eager"):
+        sparse = small(device, engine=engine)
+        losses = [float(sparse.step(loss_fn, *batch)) for batch in data]
+        sparse.settle(data, loss_fn)
+        losses += [float(sparse.step(loss_fn, *batch)) for batch in data]
+        net = sparse.finish(data, loss_fn)
+        found.append((losses, float(loss_fn(net, *data[0]).detach())))
+    assert found[0][0] == pytest.approx(found[1][0], abs=TOLERANCE)
+    assert found[0][1] == pytest.approx(found[1][1], abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_loaded_in_mid_window(device: str) -> None:
+    data = batches(device, 9)
+
+    def train(reload: bool) -> list[float]:
+        sparse, losses = small(device, resample_every=3), []
+        for number, batch in enumerate(data):
+            losses.append(float(sparse.step(loss_fn, *batch)))
+            if reload and number in (4, 6):
+                sparse.model.load_state_dict(sparse.model.state_dict())  # changes nothing
+        return losses
+
+    assert train(True) == pytest.approx(train(False), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["vgg16", "resnet20"])
+def test_plain_training_equals_eager(device: str, model: str) -> None:
+    data, found = batches(device, 6, (3, 32, 32)), []
+    for engine in ("graphs", "eager"):
+        torch.manual_seed(0)
+        net = models.build(model, num_classes=10, width=0.25).double().to(device)
+        plain = PlainTraining(net, SGD(net.parameters(), lr=0.05, momentum=0.9), engine=engine)
+        losses = [float(plain.step(loss_fn, *batch)) for batch in data]
+        plain._backward.optimizer.load_state_dict(plain._backward.optimizer.state_dict())  # other tensors
+        found.append(losses + [float(plain.step(loss_fn, *batch)) for batch in data])
+        assert (plain.engine, plain.num_steps) == (engine, 12)
+    assert found[0] == pytest.approx(found[1], abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_verbs_by_hand_work_beside_graphs(device: str) -> None:
+    by_hand, by_step = small(device), small(device)
+    for batch in batches(device, 6):
+        loss = loss_fn(by_hand.net, *batch)
+        with torch.no_grad():
+            reference = loss_fn(by_hand.reference, *batch)
+        by_hand.optimizer.zero_grad()
+        loss.backward()
+        by_hand.optimizer.step()
+        by_hand.update(loss.detach(), reference)
+        assert float(loss.detach()) == pytest.approx(float(by_step.step(loss_fn, *batch)), abs=TOLERANCE)
+
+
+def test_graphs_need_room_to_spare(device: str) -> None:
+    with pytest.raises(ValueError, match="`engine` is 'graphs' and `align` 1"):
+        small(device, align=1)
+    sparse = small(device, engine="auto", align=1)
+    assert sparse.engine == "eager"
+    assert "`align` is 1" in str(sparse.reason)
