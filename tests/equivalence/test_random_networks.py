@@ -43,7 +43,7 @@ def check_against_hooks(net, graph, selection, narrow, inputs):
             torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(networks(), st.sampled_from(("filter", "stream")))
 def test_drawn_networks(net, coupling):
     check(net, coupling, seed=0)

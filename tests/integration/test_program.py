@@ -64,7 +64,7 @@ class Killer(Unwatched):
 
 SETTINGS = [
     {},
-    {"method": "narrow"},
+    pytest.param({"method": "narrow"}, marks=pytest.mark.slow),
     pytest.param({"resample_every": 4, "estimator": "leave_one_out", "align": 4}, marks=pytest.mark.slow),
 ]
 

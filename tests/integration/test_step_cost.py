@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ def test_the_count_of_allocations_sees_backward_too() -> None:
     assert allocations.largest == 35
 
 
+@pytest.mark.slow
 def test_one_step_costs_four_narrow_forwards() -> None:
     """Full-width VGG-19, a quarter of its channels, batch 64.
 

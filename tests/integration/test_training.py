@@ -114,7 +114,12 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
 # --------------------------------------------------------------------------- it learns, within its budget
 
 
-@pytest.mark.parametrize("budget", [Channels(0.5), Params(0.3), Flops(0.3)], ids=str)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "budget", [pytest.param(Channels(0.5), marks=SLOW), pytest.param(Params(0.3), marks=SLOW), Flops(0.3)], ids=str
+)
 def test_the_quickstart_loop_learns_within_its_budget(budget: Budget) -> None:
     torch.manual_seed(0)
     model = Net((16, 24, 32))
