@@ -254,7 +254,7 @@ def test_a_padded_training_resumes_exactly(differences: Any) -> None:
     assert differences(whole.state_dict(), again.state_dict()) == []
 
 
-@pytest.mark.parametrize("coupling", ["filter", "stream"])
+@pytest.mark.parametrize("coupling", ["filter", pytest.param("stream", marks=pytest.mark.slow)])
 def test_the_same_structure_is_settled_on(coupling: str) -> None:
     torch.manual_seed(0)
     images = torch.randn(6, 3, 16, 16, dtype=torch.float64)

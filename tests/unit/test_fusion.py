@@ -587,6 +587,7 @@ def test_casts_and_counters_of_networks(factory, layout):
 NO_AUTOCAST = {"numpy_side", "numpy_feedback", "bilinear_layer"}  # torch itself cannot run them under it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ZOO.keys() - NO_AUTOCAST))
 def test_casts_of_the_zoo(name):
     net, inputs = shake(ZOO[name].factory()), ZOO[name].example_inputs()

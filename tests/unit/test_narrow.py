@@ -10,11 +10,15 @@ from slimstart.errors import BudgetError
 from slimstart.structure import Budget, Channels, Flops, Params
 from tests.zoo import ZOO
 
+GRAPHS = {
+    c: trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), c) for c in ("filter", "stream")
+}
+
 
 @pytest.mark.parametrize("budget", [Flops(0.1), Flops(0.5), Params(0.2), Channels(0.3), Flops(1.0)], ids=str)
 @pytest.mark.parametrize("coupling", ["stream", "filter"])
 def test_the_share_is_the_largest_that_fits(budget: Budget, coupling: str) -> None:
-    graph = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), coupling)
+    graph = GRAPHS[coupling]
     mask = uniform_mask(graph, budget)
     bound = budget.bind(graph.costs)
     assert bound.cost(mask) <= bound.limit

@@ -74,7 +74,7 @@ def test_the_ledger_equals_a_count_of_what_runs(model: str, settings: dict[str, 
     images, labels = batch()
     network = models.build(model, num_classes=10, width=0.125)
     method = make_method(recipe, network, images[:1], steps_per_epoch=10)
-    for _ in range(4):
+    for _ in range(2):
         before = method.ledger.total
         with counting() as count:
             method.step(images, labels)
@@ -88,6 +88,7 @@ def test_the_ledger_equals_a_count_of_what_runs(model: str, settings: dict[str, 
         assert flops(network, images[:1]) == method.flops
 
 
+@pytest.mark.slow
 def test_ledger_and_formula_agree_on_vgg19() -> None:
     recipe = Recipe(model="vgg19", data="cifar10", budget="flops=0.1", resample_every=1)
     images, labels = batch(2, side=32)
