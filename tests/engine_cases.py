@@ -144,7 +144,7 @@ def test_room_that_changes_is_captured_anew_and_fused_again(device: str) -> None
         sparse.step(loss_fn, *batch)
     assert sparse._steps is not None
     assert captures(sparse) > before
-    fused = [kind._fuse for kind in sparse._steps._kinds.values() if kind is not None]
+    fused = [kind.is_fused for kind in sparse._steps._kinds.values() if kind is not None]
     assert fused == [True] * len(fused) != []
 
 

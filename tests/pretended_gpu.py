@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from slimstart import training
 from slimstart.engine import capture as capturing
-from slimstart.engine import graphs, optimizers, plain
+from slimstart.engine import captured, optimizers, plain
 
 
 class Nothing:
@@ -61,7 +61,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: _fork())
-    for module in (capturing, graphs):
+    for module in (capturing, captured):
         monkeypatch.setattr(module, "capture", lambda function, pool=None: Graph(function))
 
     def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str, str | None]:

@@ -1,9 +1,10 @@
 """How one step runs, and what happens between two draws. Chosen by SparseTraining, invisible to the user.
 
-`eager.py` runs the user's loss function as it is; `graphs.py` captures it in CUDA graphs (`capture.py`), with fewer and
-larger kernels (`fusion.py`, made of `chains.py`, `casting.py` and `counting.py`); `backward.py` is what follows a
-forward, with what optimizers need to be captured in `optimizers.py`. `search.py` learns, draws and exchanges networks,
-on the host or on the device. `plain.py` trains an ordinary network on the same engine.
+`eager.py` runs the user's loss function as it is; `graphs.py` captures it in CUDA graphs (`captured.py`, by
+`capture.py`), with fewer and larger kernels (`fusion.py`, made of `chains.py`, `casting.py` and `counting.py`);
+`backward.py` is what follows a forward, with what optimizers need to be captured in `optimizers.py`. `search.py`
+learns, draws and exchanges networks, on the host or on the device. `plain.py` trains an ordinary network on the same
+engine.
 """
 
 from slimstart.engine.backward import Backward

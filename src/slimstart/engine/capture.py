@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,3 +77,11 @@ def _stream() -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
+
+
+class Pool:
+    """Memory for graphs. PyTorch gives a pool up for ever with its last graph, so one small graph stays in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._anchor = capture(partial(torch.zeros, 1, device=device), self.handle)

@@ -1,8 +1,9 @@
-"""Training steps as CUDA graphs: one for the forward, one per reference forward, one for all behind them.
+"""Training steps as CUDA graphs: which of them are captured, and how they are launched.
 
-A step is captured for one loss function and one kind of batch, whose tensors have storage of their own that every batch
-is copied into. The first step of a kind runs eagerly, by the caller, and warms up; the second is captured. What cannot
-be captured runs eagerly for ever, and `reason` says why.
+A step is captured (`captured.py`) for one loss function, one kind of batch, and whatever else a graph holds for ever.
+The first step of a kind runs eagerly, by the caller, and the optimizer makes its state; the second is captured. When
+the network's tensors are exchanged, kinds that are known are captured anew at once. What cannot be captured runs
+eagerly for ever, and `reason` says why.
 
 The host never waits. A loss that is not finite is seen on the device: from there on no step changes anything, and the
 host finds a flag in its own memory a step or two later.
@@ -13,21 +14,19 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from slimstart.engine import fusion
 from slimstart.engine.backward import Backward
-from slimstart.engine.capture import capture
+from slimstart.engine.capture import Pool
+from slimstart.engine.captured import Board, CapturedStep, Subject
 from slimstart.engine.eager import LossFunction
-from slimstart.engine.optimizers import CapturedRates, has_begun, settings
-from slimstart.kernels import Move, Moves
+from slimstart.engine.optimizers import has_begun, settings
 
 logger = logging.getLogger(__name__)
 
@@ -45,32 +44,6 @@ _PARTS = (
 )  # of a key
 
 
-class Subject(Protocol):
-    """What is trained."""
-
-    @property
-    def version(self) -> int:
-        """Another one whenever tensors have been exchanged for others."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The network."""
-
-    @property
-    def statistics(self) -> Sequence[Tensor]:
-        """Buffers that a forward changes, to be put back where the loss is not finite."""
-
-    @property
-    def companions(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
-        """Networks that run forward beside it, each with what fills it before."""
-
-    def without_hooks(self) -> AbstractContextManager[None]:
-        """Gradients are left as they come, until `silence`."""
-
-    def silence(self) -> None:
-        """Clear those gradients that are not meant to be."""
-
-
 class Steps:
     """Captured training steps of one network.
 
@@ -86,25 +59,20 @@ class Steps:
     """
 
     def __init__(self, subject: Subject, backward: Backward, losses: Tensor, fuse: bool = True) -> None:
-        self._subject, self._backward, self.losses, self._fuse = subject, backward, losses, fuse
-        device = losses.device
-        self.rates = CapturedRates(backward.optimizer, device)
-        self.ok = torch.ones((), dtype=torch.bool, device=device)
-        self._found_inf = torch.zeros((), device=device)
-        self._done = torch.zeros((), dtype=torch.int64, device=device)
-        self._seen_done = torch.zeros((), dtype=torch.int64).pin_memory()
-        self._launched = 0
-        self._pools = _Pool(device), _Pool(device)  # for the network, and for what runs beside it
-        self.side, self._forwarded = torch.cuda.Stream(device), torch.cuda.Event()
+        self._subject, self._optimizer, self._fuse = subject, backward.optimizer, fuse
+        self._board, self._num_launched = Board.of(subject, backward, losses), 0
+        self.losses, self.ok, self._device = losses, self._board.ok, losses.device
+        self._pools = Pool(self._device), Pool(self._device)
+        self.side, self._forwarded = torch.cuda.Stream(self._device), torch.cuda.Event()
         self._met: OrderedDict[Any, None] = OrderedDict()  # kinds of steps that have run eagerly, with any shapes
-        self._kinds: OrderedDict[Any, _Kind | None] = OrderedDict()  # and those with the present ones
+        self._kinds: OrderedDict[Any, CapturedStep | None] = OrderedDict()  # and those with the present ones
         self._num_strangers = 0
         self._modules, self._parameters = _walk(subject.module)
         self._version = -1
         self.reason: str | None = None
         self.num_captures = 0
 
-    def find(self, loss_fn: LossFunction, batch: Sequence[Any]) -> _Kind | None:
+    def find(self, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         """The captured step for such a batch; None where the caller has to run it eagerly."""
         if self._version != self._subject.version:
             self._kinds.clear()
@@ -112,7 +80,7 @@ class Steps:
             # To walk the tree at every step would take longer than a small network's forward.
             self._modules, self._parameters = _walk(self._subject.module)
         leaves, tree = tree_flatten(list(batch))
-        if any(isinstance(leaf, Tensor) and leaf.device != self.losses.device for leaf in leaves):
+        if any(isinstance(leaf, Tensor) and leaf.device != self._device for leaf in leaves):
             self._refuse("a tensor of the batch is not on the network's device")
             return None
         if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
@@ -124,7 +92,7 @@ class Steps:
         )
         modes = tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        key = (_Same(loss_fn), tree, specs, modes, settings(self._backward.optimizer), autocast)
+        key = (_Same(loss_fn), tree, specs, modes, settings(self._optimizer), autocast)
         if key not in self._kinds and key not in self._met:
             self._meet(key)
             return None
@@ -133,7 +101,7 @@ class Steps:
         self._num_strangers = 0
         kind = self._kinds[key]
         if kind is None:
-            if not has_begun(self._backward.optimizer):
+            if not has_begun(self._optimizer):
                 return None
             kind = self._kinds[key] = self._capture(loss_fn, leaves, tree)
         if kind is _FAILED:
@@ -141,14 +109,14 @@ class Steps:
         self.reason = None
         return kind
 
-    def _capture(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any) -> _Kind:
+    def _capture(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any) -> CapturedStep:
         problem: Exception | None = None
         for fuse in (True, False) if self._fuse else (False,):
             try:
-                kind = _Kind(self, loss_fn, leaves, tree, fuse)
+                kind = CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
             except Exception as error:  # whatever a user's function does that a graph cannot hold
                 torch.cuda.synchronize()
-                self._pools = _Pool(self.losses.device), _Pool(self.losses.device)  # the old ones may be spoilt
+                self._pools = Pool(self._device), Pool(self._device)  # the old ones may be spoilt
                 problem = error
                 if isinstance(error, fusion.DivergedError):
                     break  # a forward that is another one every time: a graph would hold one of them for ever
@@ -158,7 +126,7 @@ class Steps:
                 self.num_captures += 1
                 return kind
         self._refuse(f"the step cannot be captured: {type(problem).__name__}: {problem}")
-        failed: _Kind = _FAILED
+        failed: CapturedStep = _FAILED
         return failed
 
     def _meet(self, key: tuple[Any, ...]) -> None:
@@ -177,14 +145,14 @@ class Steps:
             logger.warning("steps run eagerly, without CUDA graphs: %s", reason)
         self.reason = reason
 
-    def launch(self, kind: _Kind, learn: Callable[[], None] | None = None) -> None:
+    def launch(self, kind: CapturedStep, learn: Callable[[], None] | None = None) -> None:
         """Run a captured step on what it was loaded with.
 
         Args:
             learn: called on the stream `side`, behind all forwards; what it launches runs beside the backward.
         """
-        self.rates.follow()
-        self._launched += 1
+        self._board.rates.follow()
+        self._num_launched += 1
         main = torch.cuda.current_stream()
         if learn is not None:
             self.side.wait_stream(main)
@@ -207,130 +175,15 @@ class Steps:
     @property
     def failed(self) -> bool:
         """Whether a loss was seen not to be finite; may be true only a step or two later. Waits for nothing."""
-        return int(self._seen_done) < 0
+        return int(self._board.seen) < 0
 
     def forgive(self) -> int:
         """Go on after a loss that was not finite; returns how many steps have changed nothing since."""
         torch.cuda.synchronize()
-        lost = self._launched - int(self._done)
-        self.ok.fill_(True)
-        self._done.zero_()
-        self._seen_done.zero_()
-        self._launched = 0
-        self.losses.zero_()
+        lost = self._num_launched - int(self._board.num_good)
+        self._num_launched = 0
+        self._board.clean()
         return lost
-
-
-class _Pool:
-    """Memory for graphs. PyTorch gives a pool up for ever with its last graph, so one small graph stays in it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
-        self._anchor = capture(partial(torch.zeros, 1, device=device), self.handle)
-
-
-class _Kind:
-    """One captured step."""
-
-    def __init__(self, steps: Steps, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any, fuse: bool) -> None:
-        self._steps, self._fuse = steps, fuse
-        self.is_random = False  # whether a forward takes random numbers on the device
-        self._static = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        for mine, its in zip(self._static, leaves, strict=True):
-            if isinstance(its, Tensor) and its.requires_grad:
-                mine.requires_grad_()
-        batch = tree_unflatten(self._static, tree)
-        subject = steps._subject
-        self._statistics = list(subject.statistics)
-        self._before = [tensor.clone() for tensor in self._statistics]
-        longest = max((tensor.numel() for tensor in self._statistics), default=0)
-        self._places = torch.arange(longest, dtype=torch.int32, device=steps.losses.device)
-        pairs = zip(self._statistics, self._before, strict=True)
-        self._backups = Moves([Move(now.view(-1), before.view(-1), {0: 0}) for now, before in pairs])
-
-        self._backups.scatter_(torch.full_like(self._places, -1))  # nothing is written, but its kernel is built
-        main, beside = (pool.handle for pool in steps._pools)
-        run = self._planned(subject.module, loss_fn, batch)
-        steps._backward.optimizer.zero_grad(set_to_none=True)
-        self.forward = capture(partial(self._forward, run), main)
-        with steps.rates.in_groups():
-            self.behind = capture(self._behind, main)
-        vars(self).pop("_loss", None)  # with its activations; the graphs have their memory
-        self.references = []
-        for number, (fill, module) in enumerate(subject.companions, start=1):
-            fill()
-            run = self._planned(module, loss_fn, batch, no_grad=True)
-            self.references.append(capture(partial(self._reference, run, fill, number), beside))
-
-    def _planned(
-        self, module: nn.Module, loss_fn: LossFunction, batch: Sequence[Any], no_grad: bool = False
-    ) -> Callable[[], Tensor]:
-        """The forward, with everything fused that can be."""
-
-        def run() -> Tensor:
-            with torch.set_grad_enabled(not no_grad):
-                return loss_fn(module, *batch)
-
-        def fused() -> Tensor:
-            with fusion.fused(plan):
-                return run()
-
-        # Kernels are built when they first run, which must not be while a graph is captured.
-        device = self._steps.losses.device
-        self._backups.gather_(self._places)
-        try:
-            with torch.random.fork_rng(devices=[device]):
-                generator = torch.cuda.default_generators[device.index or 0]
-                before = generator.get_offset()
-                plan = fusion.record(run)
-                self.is_random |= generator.get_offset() != before
-                loss = fused() if self._fuse else run()
-                if not no_grad:
-                    loss.backward()
-        finally:
-            self._backups.scatter_(self._places)
-        return fused if self._fuse else run
-
-    def _forward(self, run: Callable[[], Tensor]) -> None:
-        self._backups.gather_(self._places)
-        self._loss = run()
-        self._dtype = self._loss.dtype
-        self._steps.losses[0].copy_(self._loss.detach())
-
-    def _reference(self, run: Callable[[], Tensor], fill: Callable[[], None], number: int) -> None:
-        fill()
-        self._steps.losses[number].copy_(run())
-
-    def _behind(self) -> None:
-        steps, backward = self._steps, self._steps._backward
-        steps.ok.logical_and_(torch.isfinite(steps.losses).all())
-        steps._found_inf.copy_(~steps.ok)
-        # With a scaler it is the gradients that tell: not finite, the step is skipped.
-        loss = self._loss if backward.scaler is None else self._loss / (1 - steps._found_inf)
-        with steps._subject.without_hooks():
-            backward.gradients(loss)
-        steps._subject.silence()
-        optimizer: Any = backward.optimizer
-        if backward.scaler is None:
-            optimizer.found_inf = steps._found_inf
-        try:
-            backward.step()
-        finally:
-            optimizer.__dict__.pop("found_inf", None)
-        self._backups.scatter_(torch.where(steps.ok, -1, self._places))
-        steps._done.add_(steps.ok)
-        steps._seen_done.copy_(torch.where(steps.ok, steps._done, -1), non_blocking=True)
-
-    def loss(self) -> Tensor:
-        """Of the last step, as a tensor of its own."""
-        return self._steps.losses[0].to(self._dtype, copy=True)
-
-    def load(self, batch: Sequence[Any]) -> None:
-        """Take a batch over."""
-        leaves, _ = tree_flatten(list(batch))
-        for mine, its in zip(self._static, leaves, strict=True):
-            if isinstance(its, Tensor):
-                mine.detach().copy_(its)
 
 
 class _Same:
