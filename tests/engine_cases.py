@@ -273,7 +273,7 @@ def test_verbs_by_hand_work_beside_graphs(device: str) -> None:
         by_hand.optimizer.zero_grad()
         loss.backward()
         by_hand.optimizer.step()
-        by_hand.update(loss.detach(), reference)
+        by_hand.update(loss.detach(), float(reference))
         assert float(loss.detach()) == pytest.approx(float(by_step.step(loss_fn, *batch)), abs=TOLERANCE)
 
 

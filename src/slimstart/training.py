@@ -265,7 +265,7 @@ class SparseTraining:
                     "network(s) too, in the order of `references()`"
                 )
             check_finite(self.num_steps, *losses, unchanged="keep-probabilities are")
-            self._search.learn(torch.stack([torch.as_tensor(one).detach().double() for one in losses]))
+            self._search.learn(torch.stack([torch.as_tensor(one).detach().double().cpu() for one in losses]))
         self._count()
 
     def _count(self) -> None:
