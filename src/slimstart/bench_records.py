@@ -19,7 +19,7 @@ from typing import Any
 
 from slimstart import atomic
 from slimstart.errors import RecordError
-from slimstart.records import from_plain
+from slimstart.records import of_schema
 
 SCHEMA = "slimstart.bench/1"
 STRUCTURES = ("start", "middle")
@@ -108,16 +108,7 @@ def read(path: str | os.PathLike[str]) -> Bench:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read as the record of a benchmark: {error}") from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise RecordError(
-            f"{file} is not a record of a benchmark: its schema is {reprlib.repr(found)}, this version reads {SCHEMA!r}"
-        )
-    try:
-        bench: Bench = from_plain(Bench, content)
-    except RecordError as error:
-        raise RecordError(f"{file}: {error}") from error
-    return bench
+    return of_schema(Bench, content, SCHEMA, file, "a benchmark")
 
 
 def _problems(row: Row) -> Iterator[str]:

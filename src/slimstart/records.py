@@ -22,11 +22,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slimstart import atomic
 from slimstart.errors import RecordError
 
+Kind = TypeVar("Kind")
 SCHEMA = "slimstart.record/1"
 NUM_BINS = 20
 PHASES = ("search", "train", "finetune")
@@ -155,13 +156,26 @@ def read(path: str | os.PathLike[str]) -> Record:
         json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+    return of_schema(Record, content, SCHEMA, file, "a run")
+
+
+def of_schema(kind: type[Kind], content: Any, schema: str, file: Path, what: str) -> Kind:
+    """A record of this kind, from what the JSON of a file holds.
+
+    Args:
+        schema: that the file must claim.
+        what: has such records, for the message.
+
+    Raises:
+        RecordError: it is not of this schema; the message says which field.
+    """
+    if not isinstance(content, dict) or content.get("schema") != schema:
         found = content.get("schema") if isinstance(content, dict) else type(content).__name__
         raise RecordError(
-            f"{file} is not a record of a run: its schema is {reprlib.repr(found)}, this version reads {SCHEMA!r}"
+            f"{file} is not a record of {what}: its schema is {reprlib.repr(found)}, this version reads {schema!r}"
         )
     try:
-        record: Record = from_plain(Record, content)
+        record: Kind = from_plain(kind, content)
     except RecordError as error:
         raise RecordError(f"{file}: {error}") from error
     return record

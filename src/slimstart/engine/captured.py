@@ -128,13 +128,10 @@ class CapturedStep:
                 mine.requires_grad_()
         batch = tree_unflatten(self._static, tree)
         subject = board.subject
-        self._statistics = list(subject.statistics)
-        self._before = [tensor.clone() for tensor in self._statistics]
-        longest = max((tensor.numel() for tensor in self._statistics), default=0)
+        statistics = [tensor.view(-1) for tensor in subject.statistics]
+        longest = max(map(len, statistics), default=0)
         self._places = torch.arange(longest, dtype=torch.int32, device=board.losses.device)
-        pairs = zip(self._statistics, self._before, strict=True)
-        self._backups = Moves([Move(now.view(-1), before.view(-1), {0: 0}) for now, before in pairs])
-
+        self._backups = Moves([Move(tensor, tensor.clone(), {0: 0}) for tensor in statistics])
         self._backups.scatter_(torch.full_like(self._places, -1))  # nothing is written, but its kernel is built
         main, beside = (pool.handle for pool in pools)
         run = self._planned(subject.module, loss_fn, batch)

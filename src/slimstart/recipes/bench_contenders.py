@@ -17,6 +17,7 @@ from slimstart.accounting.timing import Step, Stopwatch
 from slimstart.engine import PlainTraining
 from slimstart.recipes.evaluation import logits_of
 from slimstart.recipes.methods import Batch
+from slimstart.recipes.parts import plain_step, search_step
 from slimstart.training import SparseTraining
 
 logger = logging.getLogger(__name__)
@@ -104,13 +105,7 @@ class Plain:
         self.training.step(self._loss, *self._batch)
 
     def step_in_parts(self, watch: Stopwatch) -> None:
-        loss = self._loss(self.network, *self._batch)
-        watch.lap("forward")
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        watch.lap("backward")
-        self.optimizer.step()
-        watch.lap("other")
+        plain_step(self.network, self.optimizer, self._loss, self._batch, watch)
 
 
 def every_way(network: nn.Module, task: Task, compiled: bool) -> dict[str, Plain]:
@@ -140,16 +135,7 @@ def search_in_parts(sparse: SparseTraining, task: Task) -> dict[str, Step]:
     batch = task.batch(task.channels_last)
 
     def held(watch: Stopwatch) -> None:
-        loss = task.loss(sparse.net, *batch)
-        with torch.no_grad():
-            references = [task.loss(net, *batch) for net in sparse.references()]
-        watch.lap("forward")
-        sparse.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        watch.lap("backward")
-        sparse.optimizer.step()
-        sparse.update(loss, references)
-        watch.lap("other")
+        search_step(sparse, task.loss, batch, watch)
 
     def first(watch: Stopwatch) -> None:
         sparse.resample()

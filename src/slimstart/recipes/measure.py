@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from slimstart.accounting.timing import Step, Stopwatch, compare
@@ -15,6 +14,7 @@ from slimstart.engine import PlainTraining
 from slimstart.errors import BudgetError
 from slimstart.graph import trace
 from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
+from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
 from slimstart.structure import Flops
 
@@ -83,20 +83,14 @@ def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch, engine: str) -
     def step(watch: Stopwatch) -> None:
         if not watch.in_parts:
             training.step(loss_fn, *batch)
-            return
-        loss = loss_fn(network, *batch)
-        watch.lap("forward")
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        watch.lap("backward")
-        optimizer.step()
-        watch.lap("other")
+        else:
+            plain_step(network, optimizer, loss_fn, batch, watch)
 
     return step
 
 
 def _search_step(search: Search, batch: Batch, draw: bool) -> Step:
-    """A step of Algorithm 1; in parts by its verbs, both forwards in one. `draw`: with the draw before it."""
+    """A step of Algorithm 1; `draw`: with the draw before it."""
     sparse, loss_fn = search.sparse, search.loss_fn
 
     def step(watch: Stopwatch) -> None:
@@ -105,16 +99,7 @@ def _search_step(search: Search, batch: Batch, draw: bool) -> Step:
             watch.lap("other")
         if not watch.in_parts:
             sparse.step(loss_fn, *batch)
-            return
-        loss = loss_fn(sparse.net, *batch)
-        with torch.no_grad():
-            references = [loss_fn(net, *batch) for net in sparse.references()]
-        watch.lap("forward")
-        sparse.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        watch.lap("backward")
-        sparse.optimizer.step()
-        sparse.update(loss, references)
-        watch.lap("other")
+        else:
+            search_step(sparse, loss_fn, batch, watch)
 
     return step

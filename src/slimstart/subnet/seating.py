@@ -53,7 +53,7 @@ class Seating:
 
     def __init__(self, graph: ChannelGraph, room: Room, device: torch.device) -> None:
         table = graph.costs
-        self._table, self._device = table, device
+        self._device = device
         group = table.unit_group.cpu()
         size = torch.bincount(group)
         self._group, self._room = group.to(device), room.units.to(device)
@@ -71,7 +71,7 @@ class Seating:
 
         # The shapes of any frame: the first units of every group stand for all.
         kept = torch.arange(group.numel()) - (torch.cumsum(size, 0) - size)[group] < room.units[group]
-        frame, _ = self._happens(kept.to(device)[None])
+        frame, _, _ = self._happens(kept.to(device)[None])
         present = frame[0].cpu()
         self.count = [int(present[axis].sum()) for axis in axes]
         self.start = [sum(self.count[:i]) for i in range(len(self.count))]
@@ -109,10 +109,8 @@ class Seating:
         Args:
             kept: (n, U) bool, after the at-least-one rule.
         """
-        frame, happens = self._happens(kept)
-        counts = torch.zeros(len(kept), self._room.numel(), dtype=torch.int64, device=self._device)
-        counts = counts.index_add_(1, self._group, kept.long())
-        fits = (counts <= self._room).all() & (happens[:, :-1] <= (frame[:, :-1])).all()
+        frame, happens, spare = self._happens(kept)
+        fits = (spare >= 0).all() & (happens <= frame).all()
 
         present, real = frame[:, self._axis], happens[:, self._axis]
         slot = torch.cumsum(present, 1) - 1
@@ -131,8 +129,11 @@ class Seating:
         """(num_events,) bool: everybody in the network of one mask, passengers included."""
         return self._happens(kept[None])[0][0, :-1]
 
-    def _happens(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, num_events + 1) bool twice: who has a seat, and who really comes; the last is always there."""
+    def _happens(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(n, num_events + 1) bool twice: who has a seat, and who really comes; the last is always there.
+
+        And (n, num_groups) int64: for how many more units of each group there is room.
+        """
         taken = torch.zeros(len(kept), self._room.numel(), dtype=torch.int64, device=self._device)
         spare = self._room - taken.index_add_(1, self._group, kept.long())
         # Passengers are the first units of a group that were not drawn: the same ones in all groups of a stream.
@@ -146,4 +147,5 @@ class Seating:
         return (
             torch.nn.functional.pad(frame, (0, 1), value=True),
             torch.nn.functional.pad(happens, (0, 1), value=True),
+            spare,
         )

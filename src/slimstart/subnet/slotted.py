@@ -82,8 +82,11 @@ class SlotNetworks(Networks):
     @torch.no_grad()
     def load_reference(self, number: int) -> None:
         """Fill the reference network with the values of mask `number` (1, 2, ...)."""
-        self._in_reference.gather_(self._seats.places[number])
-        self._reference_ports.copy_(self._seats.ports[number])
+        self._seat_reference(self._seats, number)
+
+    def _seat_reference(self, seats: Seats, number: int) -> None:
+        self._in_reference.gather_(seats.places[number])
+        self._reference_ports.copy_(seats.ports[number])
 
     # --- what the host does ------------------------------------------------------------------------------------------
 
@@ -180,8 +183,7 @@ class SlotNetworks(Networks):
         for mask in self.graph.costs.at_least_one(masks.to(self.device)):
             seats = self._seating(mask[None])
             if bool(seats.fits):  # shapes that the device has seen already: nothing has to be found out anew
-                self._in_reference.gather_(seats.places[0])
-                self._reference_ports.copy_(seats.ports[0])
+                self._seat_reference(seats, 0)
                 torch.clear_autocast_cache()
                 yield self.reference.module
             else:
@@ -200,14 +202,11 @@ class SlotNetworks(Networks):
         self._forget()
 
     def adopt(self) -> None:
+        assert self._seating is not None
         self.version += 1
-        frame = self._frame()
+        frame = self._seating.frame(self.masks[0])
         self.link.adopt(self.net.parameters, self.graph.select_within(self.masks[0], frame))
         self._known = None
-
-    def _frame(self) -> Tensor:
-        assert self._seating is not None
-        return self._seating.frame(self.masks[0])
 
     @cached_property
     def executed(self) -> Executed:

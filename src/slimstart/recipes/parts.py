@@ -1,0 +1,37 @@
+"""Training steps written out, with a stopwatch behind each part: what captured steps cannot be asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slimstart.accounting.timing import Stopwatch
+from slimstart.engine import LossFunction
+from slimstart.recipes.methods import Batch
+from slimstart.training import SparseTraining
+
+
+def plain_step(net: nn.Module, optimizer: Optimizer, loss_fn: LossFunction, batch: Batch, watch: Stopwatch) -> None:
+    """A step of a network whose structure does not change."""
+    loss = loss_fn(net, *batch)
+    watch.lap("forward")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    watch.lap("backward")
+    optimizer.step()
+    watch.lap("other")
+
+
+def search_step(sparse: SparseTraining, loss_fn: LossFunction, batch: Batch, watch: Stopwatch) -> None:
+    """A step of Algorithm 1 by its verbs, all forwards in one part."""
+    loss = loss_fn(sparse.net, *batch)
+    with torch.no_grad():
+        references = [loss_fn(net, *batch) for net in sparse.references()]
+    watch.lap("forward")
+    sparse.optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    watch.lap("backward")
+    sparse.optimizer.step()
+    sparse.update(loss, references)
+    watch.lap("other")
