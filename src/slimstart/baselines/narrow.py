@@ -9,16 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from slimstart.baselines.pruning import largest_within
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.structure import BoundBudget, Budget
 from slimstart.subnet import compact
+from slimstart.subnet.slots import aligned
 
 
 def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     """The mask that keeps the largest equal share of every group that the budget allows.
 
     Args:
-        align: groups keep multiples of so many units, or all, where the budget allows that: GPUs are slow at others.
+        align: groups keep `aligned` numbers of units, or all, where the budget allows that: GPUs are slow at others.
 
     Raises:
         BudgetError: one unit per group is too much already.
@@ -29,21 +31,12 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     rank = torch.arange(graph.num_units) - first[graph.costs.unit_group]
 
     def mask(share: float) -> Tensor:
-        kept = torch.minimum((share * sizes / align).round().clamp(min=1) * align, sizes)
+        kept = torch.minimum(aligned((share * sizes).round().clamp(min=1).long(), align), sizes)
         return rank < kept[graph.costs.unit_group]
 
     if bound.cost(mask(0.0)) > bound.limit:  # of one unit per group it is not: that would have been refused
         return uniform_mask(graph, budget)
-    if bound.cost(mask(1.0)) <= bound.limit:
-        return mask(1.0)
-    fits, exceeds = 0.0, 1.0
-    for _ in range(40):  # halving: far below the step between two widths
-        middle = (fits + exceeds) / 2
-        if bound.cost(mask(middle)) <= bound.limit:
-            fits = middle
-        else:
-            exceeds = middle
-    return mask(fits)
+    return largest_within(bound, mask)
 
 
 def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, align: int = 1) -> nn.Module:

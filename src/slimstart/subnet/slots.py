@@ -1,9 +1,9 @@
 r"""Static slots: what a sub-network has room for, so that its shapes survive a draw.
 
 A draw keeps :math:`n_g` units of group g, and every draw another number. Its network is built with room for
-:math:`S_g \ge n_g` units, a multiple of `align`; the places that are left are taken by *passengers*, units that were
-not drawn, as zeros. A channel of a stream exists if one of several units writes it, so their number changes even where
-every :math:`n_g` is the same: streams have room for all channels that a draw can bring at all.
+:math:`S_g \ge n_g` units, `aligned` to some number; the places that are left are taken by *passengers*, units that
+were not drawn, as zeros. A channel of a stream exists if one of several units writes it, so their number changes even
+where every :math:`n_g` is the same: streams have room for all channels that a draw can bring at all.
 
 Room comes from the keep-probabilities: more than the expected number of units and a `spread` of standard deviations,
 
@@ -24,6 +24,7 @@ from slimstart.costs import CostTable
 from slimstart.graph import ChannelGraph
 
 RENEW = 1.15  # room is made anew when it executes so many times the FLOPs of fresh room
+COARSE = 4  # above so many times `align`, room is a multiple of twice that: a GPU is faster with 64 channels than 56
 POSSIBLE = 1e-4  # a stream's channel has room if its probability is at least this
 
 
@@ -45,7 +46,7 @@ class Slots:
 
     Args:
         graph: of the network.
-        align: room is a multiple of this, or the whole group.
+        align: room is `aligned` to this, or the whole group.
         spread: standard deviations above the mean that draws hardly ever reach.
     """
 
@@ -110,8 +111,7 @@ class Slots:
             want = torch.maximum(needed, (mean + self._spread * spread + 1e-6).floor().long() + (spread > 1e-3))
             absent = torch.cat([1 - s, s.new_ones(1)])[self._events].prod(1)
             possible = happens | ((1 - absent > POSSIBLE) & self.shared)
-        aligned = (want + self.align - 1) // self.align * self.align
-        return Room(torch.minimum(aligned, self.size), possible)
+        return Room(torch.minimum(aligned(want, self.align), self.size), possible)
 
     def _units(self, room: Room) -> Tensor:
         start = torch.cumsum(self.size, 0) - self.size  # the units of a group are consecutive
@@ -120,6 +120,12 @@ class Slots:
     def _flops(self, room: Room) -> int:
         frame = torch.where(self.shared, room.streams, self._units(room)[self._events[:, 0]])
         return self._graph.flops_within(frame)
+
+
+def aligned(widths: Tensor, align: int) -> Tensor:
+    """The least widths, not below these, that a GPU is fast with: multiples of `align`, large ones of twice that."""
+    step = torch.where(widths > COARSE * align, 2 * align, align) if align > 1 else torch.ones_like(widths)
+    return (widths + step - 1) // step * step
 
 
 def shared_events(table: CostTable) -> Tensor:

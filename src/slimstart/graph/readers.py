@@ -1,0 +1,57 @@
+"""Who reads a unit: the layers that mix channels, and along which dimension of their weight.
+
+A layer within channels (a depthwise convolution, a normalisation) reads nothing in this sense: it goes with the unit.
+Only for coupling by streams: there a channel has one unit, whoever reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from slimstart.graph.channels import ChannelGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A weight that mixes channels.
+
+    Attributes:
+        layer: the name of the module that owns it.
+        weight: its own name.
+        dim: the dimension along which its input channels lie.
+        units: (n,) int64, the unit of each of them; -1: always there.
+    """
+
+    layer: str
+    weight: str
+    dim: int
+    units: Tensor
+
+
+def readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
+    """All weights that mix channels which can go, in the order of the model.
+
+    Args:
+        model: from which the graph was traced.
+    """
+    if graph.coupling != "stream":
+        raise ValueError(f"`graph` has coupling {graph.coupling!r}; a channel has one unit only with 'stream'")
+    return list(_found(graph, model))
+
+
+def _found(graph: ChannelGraph, model: nn.Module) -> Iterator[Reader]:
+    modules = dict(model.named_modules())
+    unit_of = torch.cat([graph.costs.events[:, 0].cpu(), torch.tensor([-1])])  # index -1: always there
+    for name, parameter in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        dim = 0 if isinstance(modules[layer], _ConvTransposeNd) else 1
+        if parameter.dim() < 2:
+            continue
+        for piece in graph.tensors.get(name, ()):
+            if piece.dim == dim:
+                yield Reader(layer, name, dim, unit_of[graph.axes[piece.axis]])
