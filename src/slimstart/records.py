@@ -62,6 +62,7 @@ class Epoch:
     dense_train_flops: int  # what plain dense training takes for the same images
     seconds: float
     images_per_second: float
+    formula_ratio: float | None = None  # cost of a step to dense, by the formulas of the paper's appendix
     expected_cost: float | None = None  # in the unit of the budget, as a fraction of dense
     certain: float | None = None  # share of keep-probabilities within 0.05 of 0 or 1
     keep_probs: tuple[int, ...] | None = None  # histogram over NUM_BINS equal bins of [0, 1]
@@ -107,7 +108,7 @@ class Record:
     # what it took
     train_flops: int  # executed: both forwards, the backward, the choice of a mask
     dense_train_flops: int
-    train_cost_saving: float  # by the appendix of the paper: 3 f_D / (4 f_S), f_S expected, mean over the search
+    train_cost_saving: float  # by the formulas of the paper's appendix, over the epochs that they count
     executed_saving: float  # dense_train_flops / train_flops
     train_seconds: float
     step_ms: float | None  # None where no timing was asked for

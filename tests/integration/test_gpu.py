@@ -20,6 +20,9 @@ def on_gpu(inputs):
     return tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, inputs)
 
 
+RATE = 2**-4  # exact in float32, too: a captured step has its learning rate in that
+
+
 def loss_fn(net, images, labels):
     return F.cross_entropy(net(images), labels)
 
@@ -31,7 +34,7 @@ def train(name, device, coupling):
     images = torch.randn(8, *entry.example_inputs().shape[1:], dtype=torch.float64).to(device)
     labels = torch.randint(0, 10, (8,)).to(device)
     model.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-4, momentum=0.9, weight_decay=5e-4)  # exact in float32, too: a captured step has its rate in that
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
     sparse = slimstart.SparseTraining(
         model, optimizer, images[:1], budget=slimstart.Flops(0.4), coupling=coupling, resample_every=2
     )

@@ -14,6 +14,7 @@ import typer
 import slimstart
 from slimstart import data, models
 from slimstart.cli import app
+from slimstart.recipes.comparison import trials
 from slimstart.recipes.presets import PRESETS, preset
 from slimstart.recipes.recipe import Recipe, merged, read
 
@@ -40,7 +41,7 @@ def parse(line: str) -> dict[str, Any]:
 SETTINGS = {field.name for field in dataclasses.fields(Recipe)}
 MENTIONED = {
     "slimstart train --recipe",
-    *(f"slimstart {name}" for name in ("bench", "evaluate", "export", "inspect", "report")),
+    *(f"slimstart {name}" for name in ("bench", "compare", "evaluate", "export", "inspect", "report")),
 }
 LINES = sorted({line for path in SHOWN for line in command_lines(path.read_text(encoding="utf-8"))} - MENTIONED)
 
@@ -55,6 +56,7 @@ def test_command_lines_are_found() -> None:
     shown = {line.split()[1] for line in LINES}
     assert shown == {
         "train",
+        "compare",
         "recipes",
         "evaluate",
         "export",
@@ -78,6 +80,9 @@ def test_command_lines_are_understood(line: str, tmp_path: Path) -> None:
         else:
             base = Recipe() if name is None else preset(name)
         merged(base, {key: value for key, value in given.items() if key in SETTINGS and value is not None})
+    if line.split()[1] == "compare":
+        base = Recipe() if given["recipe"] is None else preset(given["recipe"])
+        assert trials(base, given["methods"].split(","), (given["budget"] or "flops=0.1").split(","))
 
 
 def rows(heading: str) -> list[list[str]]:

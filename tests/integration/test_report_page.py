@@ -20,7 +20,8 @@ from PIL import Image
 
 from slimstart.errors import RecordError
 from slimstart.records import Layer, Record
-from slimstart.reports import page, panels, plots
+from slimstart.reports import curves, page, panels, points, summarise
+from slimstart.reports.series import series_of
 from tests.records import DENSE_FLOPS, IMAGES, make, study
 
 EVIL = (
@@ -181,7 +182,7 @@ def test_long_runs_stay_small_and_quick() -> None:
 
 def test_curves_join_seeds_and_neighbouring_epochs() -> None:
     runs = [make(seed=seed, epochs=400) for seed in range(3)]
-    points = plots.joined(runs, lambda epoch: epoch.test_accuracy)
+    points = curves.joined(runs, lambda epoch: epoch.test_accuracy)
     assert len(points) == 134  # 400 epochs in bins of 3 = ceil(400 / 160), the last of 1
     found = [run.history[i].test_accuracy for i in (3, 4, 5) for run in runs]
     values = [value for value in found if value is not None]
@@ -213,6 +214,37 @@ def test_points_lie_where_the_numbers_say() -> None:
     assert a[1] == pytest.approx(dense[1])
     assert b[1] > a[1]  # lower on the page
     assert dense[0] - a[0] == pytest.approx(a[0] - b[0], rel=1e-3)
+
+
+def test_a_missed_budget_is_seen() -> None:
+    content = page.render([make(), make("narrow", flops_ratio=0.136)])
+    assert "flops=0.1 (missed: 0.136)" in content
+    assert "cannot be compared with others under that budget" in content
+    drawing = content[content.index("<title>Accuracy and FLOPs") :].split("</svg>")[0]
+    looks = re.findall(r'<use [^>]*style="([^"]*)"', drawing)
+    assert looks == ["fill-opacity: 0; stroke: var(--series-2)", "fill: var(--series-1); stroke: var(--series-1)"]
+    assert "Hollow points" in content
+    assert "Hollow points" not in page.render([make()])
+
+
+def test_many_methods_share_axes_budget_by_budget() -> None:
+    """Ten methods under five budgets: panels of one budget each, and no two methods look the same."""
+    budgets = (0.4, 0.2, 0.1, 0.05, 0.02)
+    names = [f"m{i}" for i in range(9)]
+    runs = [make("dense", epochs=3)] + [make(name, ratio, epochs=3) for name in names for ratio in budgets]
+    looks = series_of(summarise(runs))
+    assert len({(one.role, one.marker, one.dashes) for one in looks}) == 10
+    assert len({(one.role, one.dashes) for one in looks}) == 10  # curves have no markers
+    figure = curves.train_cost_per_epoch(looks)
+    assert figure.svg is not None
+    for ratio in budgets:
+        assert figure.svg.count(f"flops={ratio:g}<") == 1
+    assert [text for _, text in figure.keys] == ["dense", *names]
+    assert len(re.findall(r"<path d=[^>]*stroke: var\(--dense\)", figure.svg)) == len(budgets)  # in every panel
+    drawing = points.accuracy_by_flops(looks).svg
+    assert drawing is not None
+    lines = re.findall(r'<path d="([^"]*)"[^>]*stroke-opacity: 0.45', drawing)
+    assert sorted(line.count("L") for line in lines if "L" in line) == [4] * 9  # one line through five budgets each
 
 
 # --- colours ---------------------------------------------------------------------------------------------------------

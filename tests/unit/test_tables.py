@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from slimstart import records
 from slimstart.errors import RecordError
-from slimstart.reports import COLUMNS, Row, by_network, find, summarise
+from slimstart.records import Layer, Record
+from slimstart.reports import COLUMNS, Row, by_network, find, markdown, summarise
 from slimstart.reports.tables import duration, number
 from tests.records import make, study
 
@@ -58,12 +60,50 @@ def test_other_settings_are_other_rows_with_names_of_their_own(change: dict[str,
     assert next(row.note for row in rows if row.first is other) == note
 
 
+def test_variants_have_one_name_under_all_budgets() -> None:
+    """Also where only one of them is there, and whatever else in their settings differs."""
+
+    def run(estimator: str, budget: str, **more: object) -> Record:
+        config = {"estimator": estimator, "budget": budget, **more}
+        return make(budget=budget, config=config, config_hash=records.digest(config))
+
+    rows = summarise([run("pge", "flops=0.1"), run("gumbel", "flops=0.1", lr=3), run("gumbel", "flops=0.05", lr=3)])
+    assert {row.label for row in rows} == {
+        "slimstart (pge) flops=0.1",
+        "slimstart (gumbel) flops=0.1",
+        "slimstart (gumbel) flops=0.05",
+    }
+    rows = summarise([run("pge", "flops=0.1", lr=1), run("pge", "flops=0.1", lr=2), run("ste", "flops=0.1", lr=1)])
+    assert {row.method for row in rows} == {"slimstart (pge, lr 1)", "slimstart (pge, lr 2)", "slimstart (ste, lr 1)"}
+
+
+def test_markdown_has_every_row_and_no_empty_column() -> None:
+    runs = [make("dense", timed=False, model="a|b"), make(timed=False, model="a|b", accuracy=91.5)]
+    lines = markdown(runs).splitlines()
+    assert lines[0] == "## a\\|b on cifar10"
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + 2
+    assert "step" not in table[0]
+    assert table[1].startswith("| --- | --- | ---: |")
+    assert len({re.sub(r"\\\|", "", line).count("|") for line in table}) == 1
+    assert table[3].startswith("| slimstart | flops=0.1 | 1 | 91.50 | 10.0 | 8.00 |")
+
+
 def test_order_is_dense_first_then_falling_flops_and_no_matter_of_input() -> None:
     runs = study(epochs=2)
     expected = ["dense"] + [f"{method} flops={r:g}" for r in (0.4, 0.1, 0.03) for method in ("narrow", "slimstart")]
     assert [row.label for row in summarise(runs)] == expected
     random.Random(0).shuffle(runs)
     assert [row.label for row in summarise(runs)] == expected
+
+
+def test_rows_of_one_budget_stand_together_also_if_some_have_missed_it() -> None:
+    taken = {"flops=0.4": (0.4, 0.03), "channels=0.5": (0.3, 0.29), "flops=0.2": (0.2, 0.1)}
+    runs = [make(f"m{i}", budget=b, flops_ratio=ratio) for b, ratios in taken.items() for i, ratio in enumerate(ratios)]
+    # By the means 0.295, 0.215 and 0.15.
+    assert [row.label for row in summarise(runs)] == [
+        *("m0 channels=0.5", "m1 channels=0.5", "m0 flops=0.4", "m1 flops=0.4", "m0 flops=0.2", "m1 flops=0.2")
+    ]
 
 
 def test_networks_have_tables_of_their_own() -> None:
@@ -90,11 +130,11 @@ def test_cells() -> None:
         narrow_step_ms=6.0,
         train_seconds=5400.0,
         peak_memory_bytes=3 * 2**19,
-        budget="flops=0.14",
+        budget="flops=0.145",
     )
     assert {title: cell(Row((run,))) for title, cell in CELL.items()} == {
         "method": "slimstart",
-        "budget": "flops=0.14",
+        "budget": "flops=0.145",
         "seeds": "1",
         "accuracy, %": f"{run.accuracy:.2f}",
         "FLOPs, %": "14.3",
@@ -118,6 +158,48 @@ def test_what_is_missing_is_a_dash() -> None:
     )
     assert CELL["step, ms"](row) == "2.00"
     assert CELL["step against narrow"](row) == "–"
+
+
+@pytest.mark.parametrize(
+    ("budget", "taken", "cell"),
+    [
+        ("flops=0.1", {"flops_ratio": 0.1009}, "flops=0.1"),
+        ("flops=0.1", {"flops_ratio": 0.1011}, "flops=0.1 (missed: 0.101)"),
+        ("flops=0.1", {"flops_ratio": 0.136}, "flops=0.1 (missed: 0.136)"),
+        ("flops=0.1", {"flops_ratio": 0.0901}, "flops=0.1"),
+        ("flops=0.1", {"flops_ratio": 0.0899}, "flops=0.1 (missed: 0.0899)"),
+        ("params=0.5", {"flops_ratio": 0.9, "params_ratio": 0.5}, "params=0.5"),
+        ("params=0.5", {"flops_ratio": 0.5, "params_ratio": 0.4}, "params=0.5 (missed: 0.4)"),
+        ("filters=0.1", {"flops_ratio": 0.9}, "filters=0.1"),  # whoever wrote that: nothing can be said
+        ("flops=few", {"flops_ratio": 0.9}, "flops=few"),
+    ],
+)
+def test_a_budget_that_was_missed_is_said(budget: str, taken: dict[str, float], cell: str) -> None:
+    assert CELL["budget"](Row((make(budget=budget, **taken),))) == cell
+
+
+@pytest.mark.parametrize(
+    ("widths", "missed"),
+    [
+        ((30, 20, 10), None),  # 50 of 100, and the last layer, which cannot be cut
+        ((36, 24, 10), 0.6),
+        ((22, 20, 10), None),  # 42 of 100, but 52 of 110 if the last one counts
+        ((20, 14, 10), 44 / 110),
+        ((60, 20, 10), None),  # 80 of 100, or 20 of 40 if the first one could not be cut either
+    ],
+)
+def test_channels_are_missed_only_if_they_must_have_been(widths: tuple[int, ...], missed: float | None) -> None:
+    layers = tuple(
+        Layer(f"{i}", dense, width) for i, (dense, width) in enumerate(zip((60, 40, 10), widths, strict=True))
+    )
+    row = Row((make(budget="channels=0.5", layers=layers),))
+    assert row.missed == missed
+
+
+def test_the_mean_over_seeds_counts_for_a_budget() -> None:
+    runs = [make(seed=seed, budget="flops=0.1", flops_ratio=ratio) for seed, ratio in enumerate((0.099, 0.102, 0.099))]
+    assert Row(tuple(runs)).missed is None
+    assert Row(tuple(runs[1:2])).missed == 0.102
 
 
 def test_ratios_are_taken_run_by_run() -> None:

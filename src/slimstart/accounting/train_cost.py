@@ -1,8 +1,9 @@
 r"""What a training costs: the formula of the paper's appendix, and a ledger of what was executed.
 
-**The formula.** With :math:`f_D` FLOPs of a dense forward, :math:`f_S` of a sparse one, and a backward counted as two
-forwards, dense training takes :math:`3 f_D` per image and Algorithm 1, with its second forward,
-:math:`4 f_S`. The saving is :math:`3 f_D / 4 f_S`; with n forwards in place of two, :math:`3 f_D / (n + 2) f_S`.
+**The formula.** With :math:`f_D` FLOPs of a dense forward and :math:`f_S` of a sparse one, and a backward counted as
+two forwards of the network that it goes through, one image costs :math:`3 f_D` in dense training, :math:`4 f_S` in
+Algorithm 1 with its second forward, and :math:`f_S + 2 f_D` where only the forward is sparse (GrowEfficient). The
+saving is :math:`3 f_D` divided by that.
 
 **The ledger** counts what runs: the second forward only on the steps that have one, no gradient of the images (nobody
 asks for it), and the forwards that choose a mask and measure statistics. Validation is no part of training, for any
@@ -22,9 +23,14 @@ from slimstart.accounting.flops import counting, evaluating
 from slimstart.inputs import as_call
 
 
-def paper_saving(dense_flops: float, sparse_flops: float, num_forwards: int = 2) -> float:
-    """Train-cost saving by the paper's appendix: :math:`3 f_D / 4 f_S` for the two forwards of Algorithm 1."""
-    return 3 * dense_flops / ((num_forwards + 2) * sparse_flops)
+def formula_flops(forward: float, backward: float) -> float:
+    """FLOPs of one image in one step, by the paper's appendix.
+
+    Args:
+        forward: FLOPs of all forwards together.
+        backward: FLOPs of a forward through the network that the backward goes through.
+    """
+    return forward + 2 * backward
 
 
 @dataclass

@@ -1,5 +1,35 @@
-"""Methods to compare with, one file each. `narrow` is the one that a sceptic asks for first."""
+"""Methods to compare with, one file each. `narrow` is the one that a sceptic asks for first.
 
+A method that cuts a trained network is a function `choose(trained) -> mask` (`pruning.py` says what it is given); one
+that learns gates by the chain rule is a module of gates (`gates.py`). The training program does everything else, and is
+the same for all: `slimstart.recipes`.
+"""
+
+from slimstart.baselines import l1_filter, provable, slimming, soft_filter, thinet
 from slimstart.baselines.narrow import narrow, uniform_mask
+from slimstart.baselines.pruning import PROTOCOLS, Choose, Rounds, Trained
+from slimstart.baselines.random_structure import random_mask, random_structure
+from slimstart.baselines.relaxations import RELAXATIONS
 
-__all__ = ["narrow", "uniform_mask"]
+PRUNERS: dict[str, Choose] = {
+    "l1": l1_filter.choose,
+    "soft": soft_filter.choose,
+    "thinet": thinet.choose,
+    "provable": provable.choose,
+    "slimming": slimming.choose,
+}
+
+# What is left of the network after each of several rounds, where it is not `pruning.even_rounds`.
+ROUNDS: dict[str, Rounds] = {"thinet": thinet.round_fractions}
+
+__all__ = [
+    "PROTOCOLS",
+    "PRUNERS",
+    "RELAXATIONS",
+    "ROUNDS",
+    "Trained",
+    "narrow",
+    "random_mask",
+    "random_structure",
+    "uniform_mask",
+]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget
@@ -47,6 +48,12 @@ class Trained:
 
 
 Choose = Callable[[Trained], Tensor]
+Rounds = Callable[[ChannelGraph, BoundBudget, int], list[float]]
+
+
+def even_rounds(graph: ChannelGraph, budget: BoundBudget, num_rounds: int) -> list[float]:
+    """Fractions of the dense cost that are left after each round: each round takes away the same share."""
+    return [(budget.limit / budget.dense) ** (number / num_rounds) for number in range(1, num_rounds + 1)]
 
 
 def filter_norms(model: nn.Module, graph: ChannelGraph, p: float) -> Tensor:
@@ -61,15 +68,17 @@ def filter_norms(model: nn.Module, graph: ChannelGraph, p: float) -> Tensor:
 
 def filter_rows(model: nn.Module, graph: ChannelGraph) -> Iterator[tuple[str, Tensor]]:
     """Of every layer whose filters can go: its name, and its weight with one row per filter, as a view."""
+    tensors, modules = dict(model.named_parameters()), dict(model.named_modules())
     for layer, units in graph.filters.items():
-        if bool((units >= 0).any()):
-            module = model.get_submodule(layer)
-            weight: Tensor = module.weight  # type: ignore[assignment]
-            # A transposed convolution has its filters along the second dimension, in every kernel group anew.
-            if weight.shape[0] != units.numel():
-                groups = int(getattr(module, "groups", 1))
-                weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-            yield layer, weight
+        if not bool((units >= 0).any()):
+            continue
+        name = layer if layer in tensors else f"{layer}.weight"  # a weight may be used without a module
+        module, weight = modules.get(layer), tensors[name]
+        if isinstance(module, _ConvTransposeNd):  # has its filters along the second dimension, of every kernel group
+            yield layer, weight.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)
+        else:
+            dims = [piece.dim for piece in graph.tensors[name] if torch.equal(graph.units_along(piece.axis), units)]
+            yield layer, weight.movedim(min(dims), 0)
 
 
 def ranks(scores: Tensor, graph: ChannelGraph) -> Tensor:

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -57,7 +57,7 @@ class TrainingDisplay:
     def stop_requested(self) -> bool:
         return self._stop
 
-    def __enter__(self) -> TrainingDisplay:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -115,23 +115,80 @@ class TrainingDisplay:
         console.print(f"going on in epoch {epoch}, after {batch} of its batches", markup=False)
 
 
+class ComparisonDisplay(TrainingDisplay):
+    """The same for many runs: a live line more for all of them, and one line left by each run instead of each epoch."""
+
+    def __init__(self, names: Sequence[str], total_epochs: int) -> None:
+        super().__init__(total_epochs)
+        self.names, self._number = names, 0
+        self._all = self._progress.add_task("", total=len(names))
+
+    def begin(self) -> None:
+        """The next run."""
+        self._number += 1
+        self._advance(0.0)
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+    def end(self, record: Record) -> None:
+        console.print(
+            f"{self._head}  accuracy {_percent(record.accuracy)}  FLOPs {100 * record.flops_ratio:5.1f} %  "
+            f"cost {100 * record.train_flops / record.dense_train_flops:5.1f} %  {_clock(record.train_seconds)}",
+            markup=False,
+        )
+
+    def fail(self, reason: str) -> None:
+        console.print(f"{self._head}  failed: {reason}", markup=False, soft_wrap=True)
+
+    def _advance(self, share: float) -> None:
+        """Show all runs, with this share of the present one done."""
+        self._progress.update(self._all, completed=self._number - 1 + share, description=self._head)
+
+    @property
+    def _head(self) -> str:
+        total, widest = len(self.names), max(map(len, self.names))
+        return f"run {self._number:>{len(str(total))}}/{total} {self.names[self._number - 1]:<{widest}}"
+
+    def status(self, status: Status) -> None:
+        self._advance(status.steps_done / status.total_steps)
+        super().status(status)
+
+    def epoch(self, epoch: Epoch) -> None:
+        """The run's own files have its epochs."""
+
+    def resumed(self, epoch: int, batch: int) -> None:
+        console.print(f"{self._head}  goes on in epoch {epoch}, after {batch} of its batches", markup=False)
+
+
 def show_records(records: Sequence[Record]) -> None:
     """A comparison table for each network; a few runs stand side by side, which fits a narrow terminal."""
-    from slimstart.reports import COLUMNS, by_network, summarise
+    from slimstart.reports import by_network, shown, summarise
 
     for network, rows in by_network(summarise(records)).items():
         console.print(network, markup=False)
-        cells = [[column.title, *(column.cell(row) for row in rows)] for column in COLUMNS]
-        if len(rows) > 3:
+        cells = shown(rows)
+        if len(rows) > 3 and _width(cells) > console.width:
+            cells = shown(rows, essential=True)
+        if len(rows) <= 3:
             cells = [list(row) for row in zip(*cells, strict=True)]
         show_table(cells[0], cells[1:])
 
 
 def show_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*map(escape, titles), box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(escape(title), overflow="fold")  # half a name is none
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
+
+
+def _width(lines: Sequence[Sequence[str]]) -> int:
+    """Of a table whose titles may be broken between words, and whose cells may not."""
+    titles, *cells = lines
+    words = [max(title.split(), key=len) for title in titles]
+    return sum(2 + max(map(len, column)) for column in zip(words, *cells, strict=True))
 
 
 def _percent(value: float | None) -> str:

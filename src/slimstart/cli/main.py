@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from slimstart.cli import bench, networks, train
+from slimstart.cli import bench, compare, networks, study, train
 from slimstart.cli.display import errors
 from slimstart.errors import BudgetError, ConfigError, SlimstartError
 from slimstart.version import __version__
@@ -26,8 +26,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 train.add_to(app)
+compare.add_to(app)
 networks.add_to(app)
 bench.add_to(app)
+study.add_to(app)
 
 
 def _show_version(asked: bool) -> None:

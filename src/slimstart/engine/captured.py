@@ -197,7 +197,7 @@ class CapturedStep:
         if backward.scaler is None:
             optimizer.found_inf = board.found_inf
         try:
-            backward.step()
+            backward.step(board.ok)
         finally:
             optimizer.__dict__.pop("found_inf", None)
         self._backups.scatter_(torch.where(board.ok, -1, self._places))

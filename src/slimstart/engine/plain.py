@@ -30,6 +30,7 @@ class PlainTraining:
         max_grad_norm: the norm of all gradients together is clipped at this.
         scaler: of the loss, for float16.
         fuse: join batch norm with the ReLU and the sum behind it; in graphs.
+        also: as for `Backward`.
 
     Attributes:
         engine: "eager" or "graphs".
@@ -45,9 +46,10 @@ class PlainTraining:
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
         fuse: bool = True,
+        also: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.net, self.num_steps = net, 0
-        self._backward = Backward(optimizer, max_grad_norm, scaler)
+        self._backward = Backward(optimizer, max_grad_norm, scaler, also)
         device = next(net.parameters()).device
         self.engine, self._reason = choose(engine, optimizer, device)
         self._steps: Steps | None = None

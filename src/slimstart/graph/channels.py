@@ -116,6 +116,10 @@ class ChannelGraph:
         meaning = [(group.name, group.units.start, group.units.stop, group.layers) for group in self.groups]
         return hashlib.sha256(repr((self.coupling, meaning)).encode()).hexdigest()[:16]
 
+    def units_along(self, axis: int) -> Tensor:
+        """(n,) int64: the unit of each index of an axis, -1 where always there; of several units, the first."""
+        return torch.cat([self.costs.events[:, 0].cpu(), torch.tensor([-1])])[self.axes[axis]]
+
     def select(self, mask: Tensor) -> Selection:
         """What stays under a mask; the first unit of a group that the mask empties is kept all the same.
 

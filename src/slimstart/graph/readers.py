@@ -1,6 +1,7 @@
 """Who reads a unit: the layers that mix channels, and along which dimension of their weight.
 
 A layer within channels (a depthwise convolution, a normalisation) reads nothing in this sense: it goes with the unit.
+Convolutions and linear layers alone are listed: of weights that are used in other ways it is not known what they do.
 Only for coupling by streams: there a channel has one unit, whoever reads it.
 """
 
@@ -9,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from slimstart.graph.channels import ChannelGraph
 
@@ -46,12 +46,11 @@ def readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
 
 def _found(graph: ChannelGraph, model: nn.Module) -> Iterator[Reader]:
     modules = dict(model.named_modules())
-    unit_of = torch.cat([graph.costs.events[:, 0].cpu(), torch.tensor([-1])])  # index -1: always there
     for name, parameter in model.named_parameters():
         layer = name.rpartition(".")[0]
-        dim = 0 if isinstance(modules[layer], _ConvTransposeNd) else 1
-        if parameter.dim() < 2:
+        if parameter.dim() < 2 or not isinstance(modules[layer], nn.Linear | _ConvNd):
             continue
+        dim = 0 if isinstance(modules[layer], _ConvTransposeNd) else 1
         for piece in graph.tensors.get(name, ()):
             if piece.dim == dim:
-                yield Reader(layer, name, dim, unit_of[graph.axes[piece.axis]])
+                yield Reader(layer, name, dim, graph.units_along(piece.axis))

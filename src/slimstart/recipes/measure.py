@@ -16,7 +16,7 @@ from slimstart.graph import trace
 from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
 from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
-from slimstart.structure import Flops
+from slimstart.structure import ESTIMATORS, Flops
 
 WARM_UP = 3  # steps, in which graphs are captured and room is made
 
@@ -30,6 +30,11 @@ class StepTimes:
     backward: float
     dense: float | None
     narrow: float | None
+
+
+def has_step_times(recipe: Recipe) -> bool:
+    """Whether there is one kind of step to measure; other methods train one network after the other."""
+    return recipe.method in ("dense", "narrow") or (recipe.method == "slimstart" and recipe.estimator in ESTIMATORS)
 
 
 def step_times(

@@ -27,7 +27,6 @@ CIFAR = Recipe(
     momentum=0.9,
     weight_decay=5e-4,
     sampling="bernoulli",
-    structure_lr=12e-3,
     num_masks=10,
     finetune_epochs=40,
     finetune_lr=1e-3,
@@ -42,7 +41,6 @@ IMAGENET = Recipe(
     warmup_epochs=5,
     label_smoothing=0.1,
     sampling="bernoulli",
-    structure_lr=12e-3,
     num_masks=10,
 )
 # A minute on two CPU cores; all of it ours, chosen on 1,000 of the training images.

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from slimstart import files, records
 from slimstart.accounting import flops
-from slimstart.accounting.train_cost import first_layers
+from slimstart.accounting.train_cost import first_layers, formula_flops
 from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
 from slimstart.recipes import surroundings
 from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.events import Events
-from slimstart.recipes.measure import StepTimes, step_times
+from slimstart.recipes.measure import StepTimes, has_step_times, step_times
 from slimstart.recipes.methods import Batch, make_method
 from slimstart.recipes.progress import Progress
 from slimstart.recipes.recipe import Recipe, make_model
@@ -90,7 +90,7 @@ class Program:
             Interrupted: the watcher asked to stop; the state is saved.
             NonFiniteLossError, CheckpointError: the last good checkpoint is intact.
         """
-        self._resume()
+        self.resume()
         with Events(self.run.tensorboard, first_step=self.progress.epoch + 1) as events:
             while self.progress.epoch < self.recipe.total_epochs:
                 self._train_epoch()
@@ -105,8 +105,8 @@ class Program:
     def _train_epoch(self) -> None:
         progress = self.progress
         self._began = time.monotonic()
-        if self.method.searching and progress.epoch >= self.recipe.search_epochs:
-            self.method.settle(self._calibration_batches())
+        if progress.batch == 0:
+            self.method.begin_epoch(progress.epoch, self._calibration_batches())
         for images, labels in self.data.train.epoch(progress.epoch, start=progress.batch):
             self._set_learning_rate()
             progress.flops_sum += self.method.flops
@@ -129,9 +129,10 @@ class Program:
         """Evaluate, and turn what was summed up into a row of the history."""
         progress, recipe, method = self.progress, self.recipe, self.method
         phase = self._phase
-        if phase == "search":
-            progress.search_flops += self.steps_per_epoch * method.expected_flops
-            progress.search_steps += self.steps_per_epoch
+        formula = method.formula_flops
+        if formula is not None:
+            progress.formula_flops += self.steps_per_epoch * formula
+            progress.formula_steps += self.steps_per_epoch
         mean_loss = self._check_finite() / self.steps_per_epoch
         done = progress.epoch + 1
         loss = accuracy = None
@@ -150,6 +151,7 @@ class Program:
             flops_ratio=progress.flops_sum / self.steps_per_epoch / self.dense_flops,
             train_flops=total - progress.train_flops,
             dense_train_flops=self.steps_per_epoch * self.dense_step_flops,
+            formula_ratio=None if formula is None else formula / formula_flops(self.dense_flops, self.dense_flops),
             seconds=progress.seconds,
             images_per_second=images / max(progress.seconds, 1e-9),
             **structure_of(method.keep_probs, method.expected_cost),
@@ -179,7 +181,7 @@ class Program:
         return islice(self.data.train.epoch(self.recipe.total_epochs), NUM_CALIBRATION_BATCHES)
 
     def _time_steps(self, network: nn.Module) -> StepTimes | None:
-        if not self.place.timing_rounds or self.watcher.stop_requested:
+        if not self.place.timing_rounds or self.watcher.stop_requested or not has_step_times(self.recipe):
             return None
         batch = next(iter(self.data.train.epoch(0)))
         own, rounds = flops(network, self.example), self.place.timing_rounds
@@ -272,7 +274,12 @@ class Program:
     def _note_memory(self) -> None:
         self.progress.peak_memory = max(self.progress.peak_memory, surroundings.peak_memory(self.device))
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Go to where the last checkpoint was taken, if there is one.
+
+        Raises:
+            CheckpointError, ConfigError: it cannot be read, or is of another run.
+        """
         state = self.run.latest()
         if state is None:
             return

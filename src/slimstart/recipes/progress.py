@@ -20,8 +20,8 @@ class Progress:
     loss_sum: float = 0.0
     flops_sum: int = 0  # of the trained network, over the steps of this epoch
     seconds: float = 0.0  # of this epoch, training alone
-    search_flops: float = 0.0  # expected, of the trained network, over all search steps
-    search_steps: int = 0
+    formula_flops: float = 0.0  # of one image, by the paper's formulas, over all steps that they count
+    formula_steps: int = 0
     train_flops: int = 0  # up to the beginning of this epoch
     accuracy: float | None = None
     peak_memory: int = 0

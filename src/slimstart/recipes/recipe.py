@@ -23,7 +23,11 @@ if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its field
 
     from slimstart.structure import Budget
 
-METHODS = ("slimstart", "narrow", "dense")
+METHODS = (
+    *("slimstart", "dense", "narrow", "random"),
+    *("l1", "soft", "thinet", "provable", "slimming"),  # which cut a trained network
+    "grow-efficient",
+)
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
@@ -48,28 +52,41 @@ class Recipe:
     budget: str | None = _setting("flops=0.1", "channels=F, params=F or flops=F, a fraction of the dense network")
     coupling: str = _setting("filter", "of filters that write into one stream: filter, stream")
     estimator: str = _setting(
-        "vr_pge", "of the gradient of s: vr_pge (the paper), pge, vr_pge_symmetric, leave_one_out"
+        "vr_pge",
+        "of the gradient of s: vr_pge (the paper), pge, vr_pge_symmetric, leave_one_out; on the dense network, by the "
+        "chain rule: ste, sigmoid_ste, gumbel, hard_concrete, soft_threshold",
     )
     sampling: str | None = _setting(
         None, "of masks: bernoulli (the paper), capped (less room for stragglers); capped if the estimator allows it"
     )
-    structure_lr: float = _setting(12e-3, "learning rate of the keep-probabilities s")
+    structure_lr: float | None = _setting(
+        None, "learning rate of what learns the structure; that of the method's authors if not given: ours, 12e-3"
+    )
     resample_every: int = _setting(1, "steps for which a sub-network is held")
     align: int | None = _setting(
         None, "room for units in multiples of this, padded with zeros; 8 with CUDA graphs and 1 without if not given"
     )
     settle_at: float = _setting(1.0, "share of the epochs after which the structure is fixed")
     num_masks: int = _setting(10, "masks from which the structure is chosen, by loss on training batches")
+    protocol: str = _setting(
+        "original", "of methods that cut a trained network: original, or uniform, one share of every layer in one cut"
+    )
+    rounds: int = _setting(1, "cuts of such a method, spread over the epochs of fine-tuning")
+    penalty: float = _setting(1e-4, "of network slimming, on the scales of batch norm")
 
     epochs: int = _setting(300, "epochs, without those of fine-tuning")
     batch_size: int = _setting(256, "images per step")
-    lr: float = _setting(0.1, "learning rate of the weights, along a cosine to zero")
+    lr: float = _setting(0.1, "learning rate of the weights")
+    schedule: str = _setting(
+        "cosine", "of the learning rate: cosine (to zero), constant, or steps:0.5,0.75x0.1, a tenth after a half, ..."
+    )
     momentum: float = _setting(0.9, "of SGD")
     weight_decay: float = _setting(5e-4, "of SGD")
     warmup_epochs: float = _setting(0.0, "epochs in which the learning rate rises")
     label_smoothing: float = _setting(0.0, "of the cross-entropy")
-    finetune_epochs: int = _setting(0, "more epochs with the structure fixed and a constant learning rate")
+    finetune_epochs: int = _setting(0, "more epochs with the structure fixed, or, of one that is cut, behind the cut")
     finetune_lr: float = _setting(1e-3, "learning rate of fine-tuning")
+    finetune_schedule: str = _setting("constant", "of that learning rate; as `schedule`")
 
     precision: str = _setting("float32", f"of products: {', '.join(PRECISIONS)}")
     eval_every: int = _setting(1, "epochs between two evaluations")
@@ -77,7 +94,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if isinstance(field.default, float):  # lr=1 is 1.0, here and in a file, so that both have one hash
+            left_out = field.default is None and getattr(self, field.name) is None
+            if (
+                str(field.type).startswith("float") and not left_out
+            ):  # lr=1 is 1.0, here and in a file, so that both have one hash
                 try:
                     object.__setattr__(self, field.name, float(getattr(self, field.name)))
                 except (TypeError, ValueError, OverflowError) as error:
@@ -94,7 +114,7 @@ class Recipe:
     @property
     def search_epochs(self) -> int:
         """Epochs with a changing structure."""
-        return round(self.settle_at * self.epochs) if self.method == "slimstart" else 0
+        return round(self.settle_at * self.epochs) if self.method in ("slimstart", "grow-efficient") else 0
 
     @property
     def hash(self) -> str:
@@ -123,22 +143,36 @@ def parse_budget(text: str) -> Budget:
 def _problems(recipe: Recipe) -> Iterator[str]:
     """What is wrong with the fields, all of it."""
     from slimstart import data, models
+    from slimstart.baselines import PROTOCOLS, RELAXATIONS
     from slimstart.graph import COUPLINGS
+    from slimstart.recipes.schedules import parse_schedule
     from slimstart.structure import ESTIMATORS, SAMPLINGS
 
-    choices = {"data": data.NAMES, "method": METHODS, "coupling": COUPLINGS, "estimator": tuple(ESTIMATORS)}
-    for name, known in (choices | {"precision": PRECISIONS}).items():
+    choices: dict[str, tuple[str, ...]] = {
+        "data": data.NAMES,
+        "method": METHODS,
+        "coupling": COUPLINGS,
+        "estimator": (*ESTIMATORS, *RELAXATIONS),
+        "protocol": PROTOCOLS,
+        "precision": PRECISIONS,
+    }
+    for name, known in choices.items():
         if getattr(recipe, name) not in known:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(known)}"
     if recipe.sampling not in (None, *SAMPLINGS):
         yield f"`sampling` is {recipe.sampling!r}; it must be one of {', '.join(SAMPLINGS)}"
-    for name in ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every"):
+    for name in ("schedule", "finetune_schedule"):
+        try:
+            parse_schedule(getattr(recipe, name))
+        except ValueError as error:
+            yield f"`{name}` is {getattr(recipe, name)!r}; {error}"
+    for name in ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every", "rounds"):
         if getattr(recipe, name) is not None and getattr(recipe, name) < 1:
             yield f"`{name}` is {getattr(recipe, name)}; it must be at least 1"
     for name in ("width", "structure_lr", "lr", "finetune_lr"):
-        if not 0 < getattr(recipe, name) < float("inf"):
+        if getattr(recipe, name) is not None and not 0 < getattr(recipe, name) < float("inf"):
             yield f"`{name}` is {getattr(recipe, name)}; it must be positive"
-    for name in ("weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"):
+    for name in ("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"):
         if not 0 <= getattr(recipe, name) < float("inf"):
             yield f"`{name}` is {getattr(recipe, name)}; it must not be negative"
     for name in ("settle_at", "label_smoothing", "momentum"):
@@ -146,6 +180,11 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"`{name}` is {getattr(recipe, name)}; it must be in [0, 1]"
     if recipe.warmup_epochs >= recipe.epochs:
         yield f"`warmup_epochs` is {recipe.warmup_epochs}; it must be less than `epochs`, {recipe.epochs}"
+    if recipe.rounds > max(1, recipe.finetune_epochs):
+        yield (
+            f"`rounds` is {recipe.rounds}; each needs an epoch of fine-tuning, and `finetune_epochs` is "
+            f"{recipe.finetune_epochs}"
+        )
     if recipe.method == "dense" and recipe.budget is not None:
         yield f"`budget` is {recipe.budget!r}, but the method dense has none; leave it out"
     if recipe.method != "dense" and recipe.budget is None:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from slimstart import records
 from slimstart.accounting import flops
-from slimstart.accounting.train_cost import paper_saving
+from slimstart.accounting.train_cost import formula_flops
 from slimstart.recipes import surroundings
 from slimstart.recipes.measure import StepTimes
-from slimstart.structure import get_estimator
 
 if TYPE_CHECKING:
     from slimstart.recipes.program import Program
@@ -35,11 +34,8 @@ def make_record(
     own_flops = flops(network, program.example)
     own_params = sum(parameter.numel() for parameter in network.parameters())
     dense_train_flops = sum(epoch.dense_train_flops for epoch in progress.history)
-    if progress.search_steps:
-        mean = progress.search_flops / progress.search_steps
-        saving = paper_saving(program.dense_flops, mean, get_estimator(recipe.estimator).num_masks)
-    else:  # no second forward: 3 f_D / 3 f
-        saving = program.dense_flops / own_flops
+    dense = formula_flops(program.dense_flops, program.dense_flops)
+    saving = progress.formula_steps * dense / progress.formula_flops
     return records.Record(
         name=program.run.folder.resolve().name,
         method=recipe.method,

@@ -1,14 +1,15 @@
 """Run records to tables, figures and one HTML page. torch is not needed for any of it.
 
-Here: finding records and joining the seeds of one setting (`tables`), how a row looks (`series`), figures (`plots`,
-`panels`) on a canvas that takes its colours from the page around it (`drawing`), and the page (`page` with its template
-`page.html`). Not here: what a record holds and how it is read (`slimstart.records`), and what fills it
-(`slimstart.recipes`).
+Here: finding records and joining the seeds of one setting (`rows`), what is shown of a row (`tables`), how it looks
+(`series`), figures (`points`, `curves`, `panels`) on a canvas that takes its colours from the page around it
+(`drawing`), and the page (`page` with its template `page.html`). Not here: what a record holds and how it is read
+(`slimstart.records`), and what fills it (`slimstart.recipes`).
 
-Open `tables` first. `page` alone loads the figures, and with them matplotlib, so that a table in a terminal does not
+Open `rows` first. `page` alone loads the figures, and with them matplotlib, so that a table in a terminal does not
 wait for it: import it as `slimstart.reports.page`.
 """
 
-from slimstart.reports.tables import COLUMNS, Column, Row, by_network, find, summarise
+from slimstart.reports.rows import Row, by_network, find, summarise
+from slimstart.reports.tables import COLUMNS, Column, markdown, shown
 
-__all__ = ["COLUMNS", "Column", "Row", "by_network", "find", "summarise"]
+__all__ = ["COLUMNS", "Column", "Row", "by_network", "find", "markdown", "shown", "summarise"]

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import resources
 
 from matplotlib import ticker
 from matplotlib.axes import Axes
 
 from slimstart import atomic
 from slimstart.bench_records import STRUCTURES, Bench, Row
-from slimstart.reports.drawing import COLORS, FONT, LEFT, Canvas, add_axes, percent, plain, short, svg, write_above
+from slimstart.reports.drawing import (
+    COLORS,
+    FONT,
+    LEFT,
+    Canvas,
+    add_axes,
+    alone,
+    percent,
+    plain,
+    short,
+    svg,
+    write_above,
+)
 from slimstart.reports.series import DASHES, MARKERS
 
 HEIGHT = 330.0
@@ -50,7 +60,7 @@ def draw(bench: Bench) -> str:
             loc="upper left", ncols=2, frameon=False, fontsize=FONT - 1.5, borderaxespad=0.2, columnspacing=1.2
         )
 
-    return _alone(svg(title, HEIGHT, paint))
+    return alone(svg(title, HEIGHT, paint))
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[Point], str, int | None, int]]:
@@ -91,12 +101,3 @@ def _scale(axes: Axes, ratios: Sequence[float]) -> None:
         axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
         axis.set_minor_locator(ticker.NullLocator())
         axis.set_major_formatter(shown)
-
-
-def _alone(element: str) -> str:
-    """The element as a file of its own, in the colours and the font that the report page would give it."""
-    page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    colors = re.findall(r"^(?::root|@media \(prefers-color-scheme: dark\)) \{\n.*?^\}", page, re.MULTILINE | re.DOTALL)
-    looks = "\n".join([*colors, "svg { background: var(--page); font-family: system-ui, sans-serif; }"])
-    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return element.replace("<svg ", f"<svg {names} ", 1).replace("</title>", f"</title><style>{looks}</style>", 1)

@@ -10,8 +10,10 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from typing import Literal
 
 from matplotlib import figure, style, ticker
 from matplotlib.axes import Axes
@@ -92,6 +94,18 @@ def write_above(axes: Axes, left: str, right: str = "", color: str = "ink", inde
         axes.annotate(text, (x, 1), (dx, 7), "axes fraction", textcoords="offset points", ha=ha, color=COLORS[role])
 
 
+def log_scale(axes: Axes, side: Literal["x", "y"], values: Sequence[float]) -> bool:
+    """Put an axis on a scale of logarithms with few ticks, if its values are spread enough for one."""
+    low, high = min(values), max(values)
+    if not 0 < 3 * low < high:
+        return False
+    axes.set(**{f"{side}scale": "log"})
+    axis = axes.xaxis if side == "x" else axes.yaxis
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 30 * low else (1, 3), numticks=9))
+    axis.set_minor_locator(ticker.NullLocator())
+    return True
+
+
 def short(text: str, length: int = 34) -> str:
     """A name as one line of at most `length` characters; its middle goes first, since ends tell names apart."""
     text = "".join(c if c.isprintable() else " " for c in text)
@@ -107,3 +121,12 @@ def percent(value: float, _: int | None = None) -> str:
 @ticker.FuncFormatter
 def plain(value: float, _: int | None = None) -> str:
     return f"{value:,.10g}" if value < 1e5 else f"{value:.0e}"
+
+
+def alone(element: str) -> str:
+    """An <svg> element as a file of its own, in the colours and the font that the report page would give it."""
+    page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    colors = re.findall(r"^(?::root|@media \(prefers-color-scheme: dark\)) \{\n.*?^\}", page, re.MULTILINE | re.DOTALL)
+    looks = "\n".join([*colors, "svg { background: var(--page); font-family: system-ui, sans-serif; }"])
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return element.replace("<svg ", f"<svg {names} ", 1).replace("</title>", f"</title><style>{looks}</style>", 1)

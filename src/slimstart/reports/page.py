@@ -14,16 +14,18 @@ from markupsafe import Markup
 from slimstart import atomic
 from slimstart.errors import RecordError
 from slimstart.records import Record
-from slimstart.reports import panels, plots
+from slimstart.reports import curves, panels, points
 from slimstart.reports.drawing import short
+from slimstart.reports.rows import by_network, summarise
 from slimstart.reports.series import series_of
-from slimstart.reports.tables import COLUMNS, by_network, duration, number, summarise
+from slimstart.reports.tables import COLUMNS, duration, number
 
 FIGURES = (
-    plots.accuracy_by_train_cost,
-    plots.accuracy_by_flops,
-    plots.train_cost_per_epoch,
-    plots.accuracy_per_epoch,
+    points.accuracy_by_train_cost,
+    points.accuracy_by_flops,
+    points.train_cost_by_flops,
+    curves.train_cost_per_epoch,
+    curves.accuracy_per_epoch,
     panels.step_time,
     panels.training_time,
     panels.widths,

@@ -26,7 +26,7 @@ from slimstart.reports.drawing import (
     svg,
     write_above,
 )
-from slimstart.reports.series import Series
+from slimstart.reports.series import MAX_CURVES, Series
 from slimstart.reports.tables import duration, number, time_unit
 
 MAX_COLUMNS = 160  # of a heat map
@@ -38,6 +38,7 @@ def widths(series: Sequence[Series]) -> Figure:
     drawn = [one for one in series if any(layer.width < layer.dense for layer in one.row.first.layers)]
     if not drawn:
         return Figure(title, "no run is narrower than dense")
+    few = len(drawn) <= MAX_CURVES
 
     def paint(axes: Axes, one: Series) -> None:
         layers = one.row.first.layers
@@ -50,7 +51,7 @@ def widths(series: Sequence[Series]) -> Figure:
         # Early layers of large networks are narrow: on a plain scale they would not be seen.
         axes.set_yscale("function", functions=(np.sqrt, np.square))
         axes.set_ylim(0, max(layer.dense for layer in layers))
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(3, integer=True))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(3 if few else 1, integer=True))
         axes.yaxis.set_major_formatter(plain)
         # A turned name takes a line's height of the width; the last panel names the layers for all.
         step = math.ceil(len(layers) * (FONT + 1) / (WIDTH - LEFT - RIGHT))
@@ -63,7 +64,7 @@ def widths(series: Sequence[Series]) -> Figure:
         title,
         "Filters of every layer, from the first to the last: dense in grey, the finished network of the first seed in "
         "colour; on a scale of square roots. Where there are many layers, only some are named.",
-        _panels(f"{title}: {series[0].row.network}", drawn, paint, height=74, gap=34, foot=58),
+        _panels(f"{title}: {series[0].row.network}", drawn, paint, height=74 if few else 30, gap=34, foot=58),
     )
 
 

@@ -1,4 +1,8 @@
-"""How a row looks, the same in every figure and table of a page: colour and shape by method, dashes by budget."""
+"""How a row looks, the same in every figure and table of a page: colour and shape by method, dashes by budget.
+
+Where a network has many rows, curves have panels of their own for each budget, and dashes tell methods apart whose
+colours repeat.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slimstart.reports.tables import Row
+from slimstart.reports.rows import Row
 
 NUM_COLORS = 6
+MAX_CURVES = 8  # on one pair of axes
 # Names of the page's colours; page.html gives them their values, for light and for dark.
 ROLES = ("ink", "muted", "line", "dense", *(f"series-{i + 1}" for i in range(NUM_COLORS)))
 
@@ -54,15 +59,17 @@ class Series:
 
 
 def series_of(rows: Sequence[Row]) -> list[Series]:
-    """The rows of a page with their looks. Dense is grey, ours has the first colour on every page."""
-    methods = sorted({row.first.method for row in rows} - {"dense"}, key=lambda name: (name != "slimstart", name))
+    """The rows of a page with their looks. Dense is grey, ours has the first colours on every page."""
+    ours = {row.method: row.first.method != "slimstart" for row in rows if row.first.method != "dense"}
+    methods = sorted(ours, key=lambda name: (ours[name], name))
     ranks: dict[tuple[str, str], int] = {}
     found = []
     for row in rows:
-        method = row.first.method
-        rank = ranks[row.network, method] = ranks.get((row.network, method), -1) + 1
+        rank = ranks[row.network, row.method] = ranks.get((row.network, row.method), -1) + 1
         # The numbers of colours and of shapes have no common factor, so that pairs of them repeat late.
-        i = methods.index(method) if method in methods else -1
+        i = methods.index(row.method) if row.method in ours else -1
         role = "dense" if i < 0 else f"series-{i % NUM_COLORS + 1}"
-        found.append(Series(row, role, MARKERS[max(i, 0) % len(MARKERS)], DASHES[rank % len(DASHES)]))
+        crowded = sum(row.network == other.network for other in rows) > MAX_CURVES
+        dashes = DASHES[(max(i, 0) // NUM_COLORS if crowded else rank) % len(DASHES)]
+        found.append(Series(row, role, MARKERS[max(i, 0) % len(MARKERS)], dashes))
     return found

@@ -11,6 +11,7 @@ Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in h
 
 from slimstart.structure.bernoulli import SAMPLINGS, BernoulliUnits
 from slimstart.structure.budgets import BoundBudget, Budget, Channels, Flops, Params
+from slimstart.structure.cutting import cut
 from slimstart.structure.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
 from slimstart.structure.policies import DevicePolicy, Policy
 from slimstart.structure.probabilities import sample, score
@@ -28,6 +29,7 @@ __all__ = [
     "Flops",
     "Params",
     "Policy",
+    "cut",
     "get_estimator",
     "leave_one_out_of",
     "project",

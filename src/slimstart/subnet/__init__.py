@@ -9,6 +9,7 @@ refreshes statistics; `verify.py` compares a narrow network with the masked dens
 
 from slimstart.subnet.batchnorm import recalibrate
 from slimstart.subnet.compact import compact
+from slimstart.subnet.masking import MaskedNetwork
 from slimstart.subnet.networks import Executed, Networks
 from slimstart.subnet.optimizer_state import OptimizerLink
 from slimstart.subnet.slotted import SlotNetworks
@@ -17,6 +18,7 @@ from slimstart.subnet.verify import Report, trace_verified, verify
 
 __all__ = [
     "Executed",
+    "MaskedNetwork",
     "Networks",
     "OptimizerLink",
     "Report",

@@ -1,0 +1,134 @@
+"""`slimstart study variance` and `slimstart study flip`: the paper's two analyses, on a run of one's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slimstart.cli.display import TrainingDisplay, console, show_table
+from slimstart.cli.options import RecipeName, chosen, given, where, with_training_options
+
+if TYPE_CHECKING:
+    from slimstart.study_records import Study
+
+
+def add_to(app: typer.Typer) -> None:
+    study = typer.Typer(help="Measure what the paper's analysis rests on.", no_args_is_help=True)
+    study.command("variance", epilog="Example: slimstart study variance runs/resnet32-cifar10 --out variance")(variance)
+    study.command(
+        "flip", epilog="Example: slimstart study flip --model resnet32 --data cifar10 --budget flops=0.1 --out flip"
+    )(with_training_options(flip))
+    app.add_typer(study, name="study")
+
+
+def variance(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that is searching, at its last checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Folder for record.json and variance.svg.")] = Path("variance"),
+    estimators: Annotated[
+        str, typer.Option(help="To compare, the first with the others; NAME_plain: without the preconditioner.")
+    ] = "vr_pge,pge,pge_plain",
+    batches: Annotated[int, typer.Option(help="Random training batches.")] = 16,
+    draws: Annotated[int, typer.Option(help="Masks on each batch.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of batches and masks.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Your own module:factory, if the run has one.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set is.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")] = "auto",
+    engine: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs), or auto: what is best here.")] = "auto",
+) -> None:
+    """Variance of the structure gradient in each layer, over masks and batches: VR-PGE beside PGE."""
+    from rich.progress import track
+
+    from slimstart.recipes import study
+    from slimstart.recipes.runs import Run
+    from slimstart.recipes.study_settings import VarianceSettings
+    from slimstart.recipes.surroundings import Place
+
+    names = tuple(part.strip() for part in estimators.split(",") if part.strip())
+    settings = VarianceSettings(names, batches, draws, seed)
+    place = Place(device, data_dir, engine=engine)
+    looked_on = partial(
+        track,
+        description="measuring",
+        total=batches,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    found = study.variance(Run(run), settings, place, out, model, looked_on)
+    console.print(
+        f"{found.network} after {found.epoch} epochs: mean variance of a gradient, ± its standard error; "
+        f"ratios to {names[0]}",
+        markup=False,
+    )
+    cells: dict[str | None, list[str]] = {}
+    for row in found.variance:
+        cell = cells.setdefault(row.layer, [row.layer or "all", str(row.num_units), str(row.num_rare)])
+        cell.append(_with_error(row.variance, row.standard_error))
+        if row.estimator != names[0]:
+            cell.append(_with_error(row.ratio, row.ratio_error))
+    titles = [name if name == names[0] else f"{name},ratio" for name in names]
+    show_table(["layer", "channels", "rarely drawn", *",".join(titles).split(",")], list(cells.values()))
+    _write_plot(found, out, "variance.svg")
+
+
+def flip(
+    *,
+    recipe: RecipeName = None,
+    out: Annotated[Path, typer.Option(help="Folder for the run, record.json and flip.svg.")] = Path("flip"),
+    every: Annotated[int, typer.Option(help="Epochs between two measurements.")] = 10,
+    batches: Annotated[int, typer.Option(help="Random training batches; an even number.")] = 8,
+    draws: Annotated[int, typer.Option(help="Masks on each batch.")] = 16,
+    channels: Annotated[int, typer.Option(help="Random channels that are flipped in every mask.")] = 64,
+    **options: Any,
+) -> None:
+    """Train, and measure on the way how much sampled networks differ, and what one channel changes.
+
+    A study that was stopped goes on with the same command.
+    """
+    from slimstart.recipes import study
+    from slimstart.recipes.study_settings import FlipSettings
+    from slimstart.recipes.watching import Interrupted
+
+    settings, asked = FlipSettings(every, batches, draws, channels), chosen(recipe, given(options))
+    display = TrainingDisplay(asked.total_epochs)
+    try:
+        with display, display.stoppable():
+            found = study.flip(asked, settings, where(**options), out, display)
+    except Interrupted:
+        console.print("saved; to go on, give the same command again", markup=False)
+        raise typer.Exit(130) from None
+    console.print(f"{found.network}: squared losses and differences, ± standard errors", markup=False)
+    rows = [
+        [
+            *(str(row.epoch), f"{row.num_tried} of {row.num_units}"),
+            _with_error(row.squared_loss, row.squared_loss_error),
+            _with_error(row.dispersion, row.dispersion_error),
+            _with_error(row.max_dispersion, row.max_dispersion_error),
+            _short(row.max_dispersion_naive),
+            _with_error(row.excess, row.excess_error),
+        ]
+        for row in found.flip
+    ]
+    show_table(["epoch", "channels", "E[L²]", "V", "V max", "V max, biased upwards", "V max − V"], rows)
+    _write_plot(found, out, "flip.svg")
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    return "–" if value is None or error is None else f"{_short(value)} ± {_short(error)}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _write_plot(study: Study, out: Path, name: str) -> None:
+    try:
+        from slimstart.reports import study_plot
+    except ImportError as error:  # a machine that only trains may do without matplotlib
+        console.print(f"no plot is drawn: {error}", markup=False)
+        return
+    study_plot.write(study, out / name)
+    console.print(f"record: {out / 'record.json'}, plot: {out / name}", markup=False)

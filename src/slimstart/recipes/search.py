@@ -1,0 +1,109 @@
+"""The method slimstart: Algorithm 1, then a fixed structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from slimstart.accounting import counting
+from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers, formula_flops
+from slimstart.errors import CheckpointError
+from slimstart.recipes.method import Batch, Loss, sgd
+from slimstart.recipes.recipe import Recipe
+from slimstart.structure import Flops
+from slimstart.training import SparseTraining
+
+STRUCTURE_LR = 12e-3  # the paper's
+
+
+class Search:
+    """Algorithm 1, then a fixed structure."""
+
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int, engine: str = "auto"
+    ) -> None:
+        self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
+        self._search_epochs = recipe.search_epochs
+        self.optimizer = sgd(recipe, model)
+        self.sparse = SparseTraining(
+            model,
+            self.optimizer,
+            example,
+            recipe.parsed_budget,
+            coupling=recipe.coupling,
+            estimator=recipe.estimator,
+            sampling=recipe.sampling,
+            structure_lr=STRUCTURE_LR if recipe.structure_lr is None else recipe.structure_lr,
+            resample_every=recipe.resample_every,
+            total_steps=max(1, recipe.search_epochs * steps_per_epoch),
+            align=recipe.align,
+            engine=engine,
+            seed=recipe.seed,
+        )
+        self.graph, self.engine = self.sparse.graph, self.sparse.engine
+        self.ledger = Ledger()
+        self._nominal = Flops(1.0).bind(self.graph.costs)
+        self._first: FirstLayers = first_layers(model, example)
+
+    @property
+    def searching(self) -> bool:
+        return not self.sparse.settled
+
+    @property
+    def keep_probs(self) -> Tensor:
+        return self.sparse.keep_probs
+
+    @property
+    def expected_cost(self) -> float:
+        return self.sparse.expected_cost
+
+    @property
+    def building_seconds(self) -> float | None:
+        return self.sparse.building_seconds if self.engine == "graphs" else None
+
+    @property
+    def flops(self) -> int:
+        return self.sparse.executed_flops
+
+    @property
+    def formula_flops(self) -> float | None:
+        """All forwards of a step, and a backward as two, on a network of the expected FLOPs; of the search alone."""
+        if not self.searching:
+            return None
+        expected = float(self._nominal.expected(self.keep_probs))
+        return formula_flops(self.sparse.policy.num_masks * expected, expected)
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        runs = self.sparse.executed
+        input_gradient = self._first.input_gradient({**self._first.filters, **runs.num_filters})
+        loss = self.sparse.step(self.loss_fn, images, labels)
+        self.ledger.step(len(images), runs.flops, input_gradient, sum(runs.reference_flops))
+        return loss
+
+    def begin_epoch(self, epoch: int, batches: Iterable[Batch]) -> None:
+        if self.sparse.settled or epoch < self._search_epochs:
+            return
+        with counting() as count:
+            self.sparse.settle(batches, self.loss_fn, self.num_masks)
+        self.ledger.selection += count.total
+
+    def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
+        return self.sparse.snapshot(batches, self.loss_fn)
+
+    def finish(self, batches: Iterable[Batch]) -> nn.Module:
+        with counting() as count:
+            network = self.sparse.finish(batches, self.loss_fn, self.num_masks)
+        self.ledger.selection += count.total
+        return network
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sparse": self.sparse.state_dict(), "ledger": asdict(self.ledger)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != {"sparse", "ledger"}:
+            raise CheckpointError("the checkpoint is of another method")
+        self.sparse.load_state_dict(state["sparse"])
+        self.ledger = Ledger(**state["ledger"])

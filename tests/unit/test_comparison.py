@@ -1,0 +1,177 @@
+"""Comparisons before anything runs: contenders, how they spend their epochs, names, and what is refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimstart.errors import ConfigError
+from slimstart.recipes.comparison import Contender, contender, plan, refuse_changes, trials
+from slimstart.recipes.presets import preset
+from slimstart.recipes.recipe import METHODS, Recipe, merged
+from slimstart.recipes.runs import Run
+
+BASE = Recipe(model="small", lr=0.2, finetune_lr=0.003, epochs=12)
+STEPS = "steps:0.5,0.75x0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("narrow", Contender("narrow")),
+        (" slimstart ", Contender("slimstart")),
+        ("slimstart:pge", Contender("slimstart", "pge")),
+        ("slimstart : pge", Contender("slimstart", "pge")),
+    ],
+)
+def test_contenders_are_read(text: str, expected: Contender) -> None:
+    assert contender(text) == expected
+    assert str(expected) == text.replace(" ", "")
+
+
+def test_a_variant_is_an_estimator_or_a_protocol() -> None:
+    assert Contender("slimstart", "pge").changes == {"method": "slimstart", "estimator": "pge"}
+    assert Contender("l1", "uniform").changes == {"method": "l1", "protocol": "uniform"}
+    assert Contender("dense").changes == {"method": "dense"}
+
+
+# Method, variant, epochs in all: first epochs, then those of retraining.
+SPLITS = [
+    ("dense", None, 40, 40, 0),
+    ("narrow", None, 40, 40, 0),
+    ("random", None, 40, 40, 0),
+    ("soft", None, 40, 40, 0),
+    ("soft", "original", 40, 40, 0),
+    ("soft", "uniform", 40, 20, 20),
+    ("l1", None, 40, 20, 20),
+    ("l1", "uniform", 41, 21, 20),
+    ("thinet", None, 2, 1, 1),
+    ("provable", None, 1, 1, 0),
+    ("slimming", None, 300, 150, 150),
+    ("slimstart", None, 340, 300, 40),
+    ("slimstart", "pge", 34, 30, 4),
+    ("slimstart", None, 40, 35, 5),  # 4.7
+    ("grow-efficient", None, 340, 300, 40),
+    ("grow-efficient", None, 1, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("method", "variant", "total", "first", "rest"), SPLITS)
+def test_how_epochs_are_spent(method: str, variant: str | None, total: int, first: int, rest: int) -> None:
+    found = plan(Contender(method, variant), merged(BASE, {"schedule": STEPS}), total)
+    assert (found.pop("epochs"), found.pop("finetune_epochs")) == (first, rest)
+    prunes_trained = method in ("l1", "thinet", "provable", "slimming") or variant == "uniform"
+    assert found == ({"finetune_lr": 0.2, "finetune_schedule": STEPS} if prunes_trained else {})
+
+
+def test_the_protocol_of_the_recipe_is_that_of_soft_pruning() -> None:
+    uniform = merged(BASE, {"protocol": "uniform"})
+    assert plan(Contender("soft"), uniform, 40)["finetune_epochs"] == 20
+    assert plan(Contender("soft", "original"), uniform, 40)["finetune_epochs"] == 0
+
+
+def test_no_epoch_is_lost() -> None:
+    for method, variant, *_ in SPLITS:
+        for total in range(1, 400):
+            found = plan(Contender(method, variant), BASE, total)
+            assert found["epochs"] + found["finetune_epochs"] == total
+            assert found["epochs"] >= 1
+
+
+def test_epochs_of_fine_tuning_that_are_given_win_for_those_that_fine_tune() -> None:
+    given = {method: plan(Contender(method), BASE, 40, finetune_epochs=3) for method in ("slimstart", "l1", "narrow")}
+    assert [(found["epochs"], found["finetune_epochs"]) for found in given.values()] == [(37, 3), (37, 3), (40, 0)]
+
+
+def test_all_runs_seed_by_seed_and_dense_once() -> None:
+    found = trials(
+        BASE, ["dense", "narrow", "slimstart:pge"], ["flops=0.10", "params=0.05"], num_seeds=2, total_epochs=34
+    )
+    names = [
+        "dense-seed0",
+        "narrow-flops-0.1-seed0",
+        "slimstart-pge-flops-0.1-seed0",
+        "narrow-params-0.05-seed0",
+        "slimstart-pge-params-0.05-seed0",
+    ]
+    assert [trial.name for trial in found] == names + [name.replace("seed0", "seed1") for name in names]
+    assert all(re.fullmatch(r"[\w.-]+", trial.name) for trial in found)
+    recipes = {trial.name: trial.recipe for trial in found}
+    assert {recipe.total_epochs for recipe in recipes.values()} == {34}
+    assert recipes["dense-seed1"] == Recipe(
+        model="small", lr=0.2, finetune_lr=0.003, epochs=34, method="dense", budget=None, seed=1
+    )
+    assert recipes["slimstart-pge-flops-0.1-seed0"] == Recipe(
+        model="small", lr=0.2, finetune_lr=0.003, epochs=30, finetune_epochs=4, estimator="pge", budget="flops=0.1"
+    )
+
+
+def test_without_epochs_those_of_the_recipe_with_fine_tuning_are_meant() -> None:
+    narrow, ours = trials(preset("vgg16-cifar10"), ["narrow", "slimstart"], ["flops=0.1"])
+    assert (narrow.recipe.epochs, narrow.recipe.finetune_epochs) == (340, 0)
+    assert (ours.recipe.epochs, ours.recipe.finetune_epochs) == (300, 40)
+
+
+def test_settings_of_retraining_that_are_given_win() -> None:
+    given = {"finetune_epochs": 6, "finetune_lr": 0.5}
+    (ours,) = trials(BASE, ["slimstart"], ["flops=0.1"], total_epochs=10, retraining=given)
+    assert (ours.recipe.epochs, ours.recipe.finetune_epochs, ours.recipe.finetune_lr) == (4, 6, 0.5)
+
+
+def test_rounds_are_for_those_that_prune() -> None:
+    found = trials(BASE, ["narrow", "l1", "slimstart"], ["flops=0.1"], total_epochs=8, retraining={"rounds": 3})
+    assert [trial.recipe.rounds for trial in found] == [1, 3, 1]
+
+
+@pytest.mark.parametrize("name", [*METHODS, "slimstart:gumbel", "l1:uniform", "soft:uniform"])
+def test_every_method_makes_a_recipe(name: str) -> None:
+    (trial,) = trials(BASE, [name], ["flops=0.1"], total_epochs=8)
+    assert trial.recipe.method == name.partition(":")[0]
+    assert trial.recipe.total_epochs == 8
+
+
+@pytest.mark.parametrize(
+    ("methods", "budgets", "changes", "message"),
+    [
+        (["magic"], ["flops=0.1"], {}, f"`methods` has 'magic'; there are {', '.join(METHODS)}"),
+        (["narrow:wide"], ["flops=0.1"], {}, "'narrow:wide', but narrow has no variants; slimstart has"),
+        (["slimstart:magic"], ["flops=0.1"], {}, "slimstart:magic in `methods`: `estimator` is 'magic'; .* one of pge"),
+        (["slimstart:"], ["flops=0.1"], {}, "`estimator` is ''"),
+        (["l1:magic"], ["flops=0.1"], {}, "l1:magic in `methods`: `protocol` is 'magic'; it must be one of original"),
+        ([], ["flops=0.1"], {}, "`methods` is empty"),
+        (["narrow"], [], {}, "`budgets` is empty"),
+        (["narrow"], ["flops"], {}, "`budget` is 'flops'; it must be channels=F"),
+        (["narrow"], ["flops=0.1", "flops=0.10"], {}, "narrow-flops-0.1-seed0 and narrow-flops-0.1-seed0 are the same"),
+        (["narrow", "narrow"], ["flops=0.1"], {}, "are the same run; name each method and budget once"),
+        (
+            ["slimstart", "slimstart:vr_pge"],
+            ["flops=0.1"],
+            {},
+            "slimstart-vr_pge-flops-0.1-seed0 and slimstart-flops-0.1-seed0 are the same run",
+        ),
+        (["narrow"], ["flops=0.1"], {"num_seeds": 0}, "`seeds` is 0; it must be at least 1"),
+        (["narrow"], ["flops=0.1"], {"total_epochs": 0}, "narrow in `methods`: `epochs` is 0"),
+        (
+            ["slimstart"],
+            ["flops=0.1"],
+            {"total_epochs": 4, "retraining": {"finetune_epochs": 4}},
+            "slimstart in `methods`: `epochs` is 0",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    methods: list[str], budgets: list[str], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trials(BASE, methods, budgets, **changes)
+
+
+def test_a_run_with_other_settings_is_named_with_what_has_changed(tmp_path: Path) -> None:
+    first = trials(BASE, ["narrow", "slimstart"], ["flops=0.1"])
+    Run(tmp_path / first[1].name).create(first[1].recipe)
+    refuse_changes(first, tmp_path)
+    changed = trials(BASE, ["narrow", "slimstart"], ["flops=0.1"], total_epochs=6)
+    message = r"slimstart-flops-0.1-seed0 was begun with other settings: `epochs` was 11 and is 5; choose another --out"
+    with pytest.raises(ConfigError, match=message):
+        refuse_changes(changed, tmp_path)
