@@ -477,7 +477,6 @@ Slimstart = Callable[..., tuple[int, str]]
 @pytest.fixture
 def app() -> typer.Typer:
     found = typer.Typer()
-    vars(command.flip).pop("__signature__", None)  # options are added once
     command.add_to(found)
     return found
 

@@ -15,6 +15,7 @@ from slimstart.graph import trace
 from slimstart.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
 from slimstart.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
 from slimstart.recipes.schedules import learning_rate
+from slimstart.recipes.search import STRUCTURE_LR
 from slimstart.structure import Channels, Flops, Params
 
 
@@ -93,11 +94,11 @@ def test_code_in_a_file_is_accepted_if_the_user_named_it(tmp_path: Path) -> None
 
 
 def test_presets_have_the_settings_of_the_appendix_and_the_release() -> None:
-    assert (CIFAR.batch_size, CIFAR.lr, CIFAR.momentum, CIFAR.structure_lr) == (256, 0.1, 0.9, 12e-3)
+    assert (CIFAR.batch_size, CIFAR.lr, CIFAR.momentum, STRUCTURE_LR) == (256, 0.1, 0.9, 12e-3)
     assert (CIFAR.warmup_epochs, CIFAR.label_smoothing, CIFAR.weight_decay) == (0, 0, 5e-4)
     assert (CIFAR.epochs, CIFAR.finetune_epochs, CIFAR.finetune_lr, CIFAR.num_masks) == (300, 40, 1e-3, 10)
     assert (IMAGENET.batch_size, IMAGENET.lr, IMAGENET.momentum) == (256, 0.256, 0.875)
-    assert (IMAGENET.structure_lr, IMAGENET.label_smoothing, IMAGENET.warmup_epochs > 0) == (12e-3, 0.1, True)
+    assert (IMAGENET.structure_lr, IMAGENET.label_smoothing, IMAGENET.warmup_epochs > 0) == (None, 0.1, True)
     for base in (CIFAR, IMAGENET):
         assert (base.estimator, base.coupling, base.resample_every, base.settle_at) == ("vr_pge", "filter", 1, 1.0)
 

@@ -26,10 +26,11 @@ def choose(trained: Trained) -> Tensor:
         return keep_share(scores, trained.graph, trained.budget)
     curves = sensitivity(trained, scores)
     most = float(curves.max())
-    return largest_within(
-        trained.budget,
-        lambda share: keep_best(scores, widths_within(curves, (1 - share) * most, trained), trained.graph),
-    )
+
+    def with_share(share: float) -> Tensor:
+        return keep_best(scores, widths_within(curves, (1 - share) * most, trained), trained.graph)
+
+    return largest_within(trained.budget, with_share)
 
 
 def sensitivity(trained: Trained, scores: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 r"""Network slimming (Liu et al. 2017): batch norm scales under an L1 penalty, then one threshold for all layers.
 
 While the network is dense, :math:`\lambda \sum |\gamma|` is added to the loss; its gradient is
-:math:`\lambda\,\mathrm{sign}(\gamma)`, as in the original. Then the units of smallest :math:`|\gamma|` go, wherever they
-are, and what is left is trained again.
+:math:`\lambda\,\mathrm{sign}(\gamma)`, as in the original. Then the units of smallest :math:`|\gamma|` go, wherever
+they are, and what is left is trained again.
 """
 
 from __future__ import annotations
