@@ -95,9 +95,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             left_out = field.default is None and getattr(self, field.name) is None
-            if (
-                str(field.type).startswith("float") and not left_out
-            ):  # lr=1 is 1.0, here and in a file, so that both have one hash
+            # lr=1 is 1.0, here and in a file, so that both have one hash.
+            if str(field.type).startswith("float") and not left_out:
                 try:
                     object.__setattr__(self, field.name, float(getattr(self, field.name)))
                 except (TypeError, ValueError, OverflowError) as error:

@@ -52,9 +52,9 @@ class MaskedNetwork:
         """Become the network of a mask.
 
         Args:
-            mask: a raw draw, a bool tensor of shape (num_units,) on the model's device.
+            mask: a raw draw, a bool tensor of shape (num_units,).
         """
-        mask = self._costs.at_least_one(mask)
+        mask = self._costs.at_least_one(mask.to(self._events.device))
         happens = torch.cat([mask, mask.new_zeros(1)])[self._events].any(1)  # the pads of `events` are -1
         present = torch.cat([happens, happens.new_ones(1)])[self._axes].split(self._sizes)
         for tensor, dense, (first, *others) in self._tensors:
