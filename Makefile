@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint types unit slow gpu format clean
+.PHONY: help install train results test lint types unit slow gpu format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ $(INSTALLED): $(RUNTIME)
 
 train: $(RUNTIME)  ## Train on the embedded data, narrow from step one: a table and runs/*/report.html
 	$(BIN)/slimstart train --recipe fashion $(TRAIN_ARGS)
+
+results: $(RUNTIME)  ## Write docs/results.md from the records under results/
+	$(BIN)/python benchmarks/results_page.py
 
 test: lint types unit  ## Every check and the default tests
 

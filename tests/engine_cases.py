@@ -5,6 +5,8 @@ Imported by `test_gpu_engine.py` and by `test_graph_engine.py`, each with a fixt
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from slimstart import Flops, NonFiniteLossError, SparseTraining, models
+from slimstart import Flops, NonFiniteLossError, SparseTraining, models, trace
+from slimstart.baselines.gates import Gates
+from slimstart.baselines.relaxations import RELAXATIONS, make_gates
 from slimstart.engine import PlainTraining
+from slimstart.subnet.gating import Gated
 from tests.zoo import ZOO
 
 # The projection on the device ends within 1e-7 of the budget, and fused optimizers have learning rates in float32.
@@ -261,6 +266,120 @@ def test_plain_training_equals_eager(device: str, model: str) -> None:
         found.append(losses + [float(plain.step(loss_fn, *batch)) for batch in data])
         assert (plain.engine, plain.num_steps) == (engine, 12)
     assert found[0] == pytest.approx(found[1], abs=TOLERANCE)
+
+
+def gated(device: str, name: str, engine: str = "graphs") -> tuple[PlainTraining, Gates]:
+    """A dense network with gates, which learn from the same backward."""
+    torch.manual_seed(0)
+    model = models.build("resnet20", num_classes=10, width=0.25).double().to(device)
+    graph = trace(model, torch.zeros(1, 3, 16, 16, device=device, dtype=torch.float64), "stream")
+    gates = make_gates(name, model, graph, Flops(0.4), None, total_steps=20, seed=0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    plain = PlainTraining(Gated(model, graph, gates), optimizer, engine=engine, also=gates.learn_)
+    assert plain.engine == engine
+    return plain, gates
+
+
+def take_steps(plain: PlainTraining, gates: Gates, data: Batches) -> list[float]:
+    losses = []
+    for batch in data:
+        if plain.num_steps % 4 == 0:
+            gates.begin_epoch(plain.num_steps // 4)
+        gates.begin_step(plain.num_steps / 20)
+        losses.append(float(plain.step(loss_fn, *batch)))
+    return losses
+
+
+def everything(plain: PlainTraining, gates: Gates) -> dict[str, Tensor]:
+    weights = {name: tensor.clone() for name, tensor in plain.net.state_dict().items()}
+    return {**weights, **{f"of gates: {name}": buffer.clone() for name, buffer in gates.named_buffers()}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grow_efficient",
+        "soft_threshold",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RELAXATIONS if name != "soft_threshold"),
+    ],
+)
+def test_gates_learn_in_graphs_as_they_do_eagerly(device: str, name: str) -> None:
+    data, found = batches(device, 10), []
+    for engine in ("graphs", "eager"):
+        plain, gates = gated(device, name, engine)
+        start = gates.s.clone()
+        torch.manual_seed(5)
+        losses = take_steps(plain, gates, data)
+        found.append((losses, everything(plain, gates)))
+        assert not torch.equal(gates.s, start)
+        if engine == "graphs":
+            assert plain.reason is None
+            assert plain._steps is not None
+            assert plain._steps.num_captures > 0
+    assert found[0][0] == pytest.approx(found[1][0], abs=TOLERANCE)
+    for key, value in found[1][1].items():
+        # Gates are float32.
+        torch.testing.assert_close(found[0][1][key], value, rtol=1e-4, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_gates_learn_nothing_from_a_loss_that_is_not_finite(device: str) -> None:
+    data = batches(device, 5)
+    plain, gates = gated(device, "soft_threshold")
+    take_steps(plain, gates, data)
+    before, steps = everything(plain, gates), plain.num_steps
+    bad = torch.full_like(data[0][0], float("nan"))
+
+    def go_on() -> None:
+        for _ in range(20):
+            plain.step(loss_fn, bad, data[0][1])
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+    with pytest.raises(NonFiniteLossError, match=f"at step {steps}"):
+        go_on()
+    before.pop("of gates: gradient")  # of the backward that failed; nobody reads it again
+    after = everything(plain, gates)
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}")
+    assert all(map(math.isfinite, take_steps(plain, gates, data)))
+
+
+@pytest.mark.slow
+def test_gates_and_weights_that_are_loaded_go_on_in_graphs(device: str) -> None:
+    data = batches(device, 9)
+    plain, gates = gated(device, "grow_efficient")
+    take_steps(plain, gates, data[:6])
+    optimizer = plain._backward.optimizer
+    state = copy.deepcopy((plain.net.state_dict(), gates.state_dict(), optimizer.state_dict()))
+    rest = take_steps(plain, gates, data[6:7])
+    for engine in ("graphs", "eager"):
+        other, its = gated(device, "grow_efficient", engine)
+        take_steps(other, its, data[7:])  # elsewhere
+        other.net.load_state_dict(state[0])
+        its.load_state_dict(state[1])
+        other._backward.optimizer.load_state_dict(copy.deepcopy(state[2]))
+        other.num_steps = 6
+        assert take_steps(other, its, data[6:7]) == pytest.approx(rest, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("engine", ["graphs", "eager"])
+def test_what_also_learns_is_told_of_every_step(device: str, engine: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(784, 10))
+    net = net.double().to(device)
+    good, seen = torch.zeros((), dtype=torch.int64, device=device), []
+
+    def also(ok: Tensor) -> None:
+        seen.append(net[0].weight.detach().clone())  # behind the optimizer's step
+        good.add_(ok)
+
+    before = net[0].weight.detach().clone()
+    plain = PlainTraining(net, OPTIMIZERS["sgd"](net.parameters()), engine=engine, also=also)
+    for number, batch in enumerate(batches(device, 6), start=1):
+        plain.step(loss_fn, *batch)
+        assert int(good) == number
+    assert (plain.reason is None) == (engine == "graphs")
+    assert not torch.equal(seen[0], before)
 
 
 @pytest.mark.slow

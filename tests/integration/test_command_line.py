@@ -129,7 +129,8 @@ def test_inspect_shows_groups_reasons_and_costs(slimstart: Slimstart) -> None:
 def test_recipes_lists_the_rows_of_the_paper(slimstart: Slimstart) -> None:
     status, output, _ = slimstart("recipes")
     assert status == 0
-    assert re.search(r"vgg16-cifar10 .* 92.5 % at 8.7 % FLOPs, 8.69x", output)
+    assert re.search(r"^vgg16-cifar10 .* 92.5 % at 8.7 % FLOPs, 8.69×", output, re.MULTILINE)
+    assert re.search(r"^l1-vgg16-cifar10 .* flops=0.087 .* 91.8 % at 19.9 % FLOPs *$", output, re.MULTILINE)
 
 
 def test_a_recipe_file_and_options_on_top_of_it(slimstart: Slimstart, tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_recipe_file_and_options_on_top_of_it(slimstart: Slimstart, tmp_path: 
     assert record.step_ms is None
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", "export", "inspect", "report", "recipes"])
+@pytest.mark.parametrize("name", ["train", "compare", "evaluate", "export", "inspect", "bench", "report", "recipes"])
 def test_every_command_has_help_with_an_example(slimstart: Slimstart, name: str) -> None:
     status, output, _ = slimstart(name, "--help")
     assert status == 0
@@ -187,7 +188,7 @@ def test_help_answers_without_loading_pytorch() -> None:
         (["--settle-at", "1.5"], "in \\[0, 1\\]"),
         (["--lr", "-1"], "positive"),
         (["--weight-decay", "-1"], "must not be negative"),
-        (["--method", "magic"], "slimstart, narrow, dense"),
+        (["--method", "magic"], "it must be one of slimstart, dense, narrow, random, l1"),
         (["--method", "dense", "--budget", "flops=0.1"], "the method dense has none"),
         (["--warmup-epochs", "500"], "less than `epochs`"),
         (["--model", OWN, "--width", "0.5"], "no network of ours"),

@@ -1,4 +1,4 @@
-"""What README.md and docs/program.md say about the program: command lines parse, and tables are those of the code."""
+"""What README.md and docs/ say about the program: command lines parse, and tables are those of the code."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from slimstart.recipes.recipe import Recipe, merged, read
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "program.md").read_text(encoding="utf-8")
-SHOWN = (ROOT / "README.md", ROOT / "docs" / "program.md", ROOT / "examples" / "own_model.py")
+SHOWN = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "own_model.py")
 
 
 def command_lines(text: str) -> list[str]:
@@ -32,16 +32,18 @@ def command_lines(text: str) -> list[str]:
 
 def parse(line: str) -> dict[str, Any]:
     """The arguments that a command would be called with; an error, as the user would see it, where it refuses."""
-    name, *rest = shlex.split(line, comments=True)[1:]
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
-    given: dict[str, Any] = command.make_context(name, rest).params
+    command, rest = typer.main.get_command(app), shlex.split(line, comments=True)[1:]
+    while hasattr(command, "commands"):
+        command, rest = command.commands[rest[0]], rest[1:]
+    given: dict[str, Any] = command.make_context(line, rest).params
     return given
 
 
 SETTINGS = {field.name for field in dataclasses.fields(Recipe)}
 MENTIONED = {
     "slimstart train --recipe",
-    *(f"slimstart {name}" for name in ("bench", "compare", "evaluate", "export", "inspect", "report")),
+    "slimstart train --method NAME",
+    *(f"slimstart {name}" for name in ("bench", "compare", "evaluate", "export", "inspect", "report", "study")),
 }
 LINES = sorted({line for path in SHOWN for line in command_lines(path.read_text(encoding="utf-8"))} - MENTIONED)
 
@@ -63,6 +65,7 @@ def test_command_lines_are_found() -> None:
         "inspect",
         "report",
         "bench",
+        "study",
     }  # every command has its line
 
 
@@ -72,7 +75,7 @@ def test_command_lines_are_understood(line: str, tmp_path: Path) -> None:
     given = parse(line)
     model = given.get("model")
     assert model is None or model in models.MODELS or models.is_factory(model)
-    if line.split()[1] == "train":
+    if line.split()[1] == "train" or line.startswith("slimstart study flip"):
         name = given["recipe"]
         if name == "mine.toml":  # the one that the page shows
             (tmp_path / name).write_text(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])
@@ -104,7 +107,8 @@ def test_the_table_of_presets_is_that_of_the_code() -> None:
     expected = []
     for name, entry in PRESETS.items():
         recipe, paper = entry.recipe, entry.paper
-        numbers = f"{paper.accuracy:g} % at {paper.flops:g} % FLOPs, {paper.train_cost_saving:g}×" if paper else ""
+        saving = f", {paper.train_cost_saving:g}×" if paper and paper.train_cost_saving else ""
+        numbers = f"{paper.accuracy:g} % at {paper.flops:g} % FLOPs{saving}" if paper else ""
         expected.append([f"`{name}`", recipe.model, recipe.data, f"`{recipe.budget}`", entry.about, numbers])
     assert rows("recipe") == expected
 

@@ -79,7 +79,17 @@ def test_widths_in_multiples_where_the_budget_allows_them(align: int) -> None:
     budget = Flops(0.2)
     mask = uniform_mask(graph, budget, align)
     widths = [int(mask[group.units.start : group.units.stop].sum()) for group in graph.groups]
-    assert all(width % align == 0 for width in widths)
+    sizes = [len(group.units) for group in graph.groups]
+    assert all(width % align == 0 for width, size in zip(widths, sizes, strict=True) if size >= 8 * align)
+    assert all(width % (2 * align) == 0 for width, size in zip(widths, sizes, strict=True) if size >= 32 * align)
     bound = budget.bind(graph.costs)
-    assert 0.8 * bound.limit < bound.cost(mask) <= bound.limit
+    assert 0.97 * bound.limit < bound.cost(mask) <= bound.limit
     assert torch.equal(uniform_mask(graph, Flops(0.003), align), uniform_mask(graph, Flops(0.003)))  # too few for that
+
+
+def test_a_narrow_network_lies_in_memory_like_its_dense_one() -> None:
+    dense = models.build("resnet20", num_classes=10).to(memory_format=torch.channels_last)
+    small = narrow(dense, trace(dense, torch.zeros(1, 3, 16, 16), "stream"), Flops(0.3))
+    assert small.stage1[0].conv1.weight.shape[1] < 16
+    assert small.stage1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not small.stage1[0].conv1.weight.is_contiguous()

@@ -111,7 +111,7 @@ LARGE = {"resnet50", "wrn28_10", "mobilenet_v1"}
     [
         pytest.param(name, marks=pytest.mark.slow if p.recipe.model in LARGE else ())
         for name, p in PRESETS.items()
-        if p.paper
+        if p.paper and p.recipe.method == "slimstart"
     ],
 )
 def test_a_search_starts_at_the_flops_that_the_paper_reports(name: str) -> None:
@@ -124,6 +124,55 @@ def test_a_search_starts_at_the_flops_that_the_paper_reports(name: str) -> None:
     s = torch.full((graph.num_units,), entry.recipe.parsed_budget.fraction, dtype=torch.float64)
     bound = Flops(1.0).bind(graph.costs)
     assert 100 * float(bound.expected(s)) / bound.dense == pytest.approx(entry.paper.flops, rel=0.01)
+
+
+def rates(name: str, epochs: list[int]) -> list[float]:
+    """The learning rate in the first step of some epochs."""
+    return [learning_rate(preset(name), 100 * epoch, steps_per_epoch=100) for epoch in epochs]
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "expected"),
+    [
+        ("l1-vgg16-cifar10", [0, 79, 80, 119, 120, 160, 199], [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3, 1e-3]),
+        (
+            "l1-resnet20-cifar10-uniform",
+            [5, 90, 91, 135, 136, 182, 273, 318],
+            [0.1, 0.1, *[0.01] * 2, 1e-3, 0.1, 0.01, 1e-3],
+        ),
+        ("soft-resnet20-cifar10", [1, 59, 60, 120, 160], [0.1, 0.1, 0.02, 0.004, 0.0008]),
+        ("thinet-vgg16-cifar10", [160, 185], [1e-3, 1e-3]),
+        (
+            "provable-vgg16-cifar10",
+            [10, 29, 30, 299, 300, 330, 449],
+            [0.05, 0.05, 0.025, 0.05 / 512, 0.05, 0.025, 0.05 / 16],
+        ),
+        ("slimming-resnet20-cifar10", [80, 160, 239, 240, 280], [0.01, 0.1, 0.1, 0.01, 1e-3]),
+        ("grow-efficient-vgg16-cifar10", [79, 80, 120], [0.1, 0.01, 1e-3]),
+    ],
+)
+def test_originals_have_the_learning_rates_of_their_authors(
+    name: str, epochs: list[int], expected: list[float]
+) -> None:
+    assert rates(name, epochs) == pytest.approx(expected)
+
+
+def test_originals_have_the_budgets_of_the_paper_and_cut_each_layer_once() -> None:
+    for model, flops in (("vgg16", 0.087), ("resnet20", 0.361)):
+        own = {name: entry.recipe for name, entry in PRESETS.items() if f"-{model}-cifar10" in name}
+        assert {recipe.parsed_budget for recipe in own.values()} == {Flops(flops)}
+        methods = ["l1", "soft", "thinet", "provable", "slimming", "grow-efficient"]
+        assert {name for name, recipe in own.items() if recipe.protocol == "original"} == {
+            f"{method}-{model}-cifar10" for method in methods
+        }
+        assert {name for name, recipe in own.items() if recipe.protocol == "uniform"} == {
+            f"{method}-{model}-cifar10-uniform" for method in ("l1", "soft", "thinet")
+        }
+        network = make_model(model, num_classes=10, in_channels=3)
+        layers = len(trace(network, torch.zeros(1, 3, 32, 32), coupling="stream").groups)
+        thinet = own[f"thinet-{model}-cifar10"]
+        assert (thinet.rounds, thinet.finetune_epochs) == (layers, 2 * layers)
+    assert [preset(f"slimming-{model}-cifar10").penalty for model in ("vgg16", "resnet20")] == [1e-4, 1e-5]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -8,8 +8,10 @@ more than that, and the tolerance is as small as the budget allows.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from slimstart.baselines.gates import device_of
 from slimstart.baselines.pruning import Trained, filter_norms, group_sizes, keep_best, keep_share, largest_within
 from slimstart.subnet import MaskedNetwork
 
@@ -17,6 +19,8 @@ FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1, 0.0)
 """Of a group, at which its curve is measured; in between it is taken as straight. 0: one unit is left."""
 
 NUM_BATCHES = 4
+HOPELESS = 1e6  # a rise of the loss that is not finite
+SLOPE = 1e-6  # of every curve, at least: layers whose loss does not rise shrink alike, and no further than they must
 
 
 def choose(trained: Trained) -> Tensor:
@@ -25,42 +29,53 @@ def choose(trained: Trained) -> Tensor:
     if trained.protocol == "uniform":
         return keep_share(scores, trained.graph, trained.budget)
     curves = sensitivity(trained, scores)
-    most = float(curves.max())
+    most, sizes = float(curves.max()), group_sizes(trained.graph)
 
     def with_share(share: float) -> Tensor:
-        return keep_best(scores, widths_within(curves, (1 - share) * most, trained), trained.graph)
+        # The third power: most of the numbers from 0 to 1 are for small tolerances.
+        return keep_best(scores, widths_within(curves, (1 - share) ** 3 * most, sizes), trained.graph)
 
     return largest_within(trained.budget, with_share)
 
 
 def sensitivity(trained: Trained, scores: Tensor) -> Tensor:
-    """(groups, fractions): by how much the loss rises if this group alone keeps this fraction; never falling."""
+    """(groups, fractions): by how much the loss rises if this group alone keeps this fraction; ever higher."""
     graph = trained.graph
-    network = MaskedNetwork(trained.model, graph)
-    sizes, everything = group_sizes(graph), torch.ones(graph.num_units, dtype=torch.bool)
+    network, device = MaskedNetwork(trained.model, graph), device_of(trained.model)
 
     def loss(mask: Tensor) -> Tensor:
-        network.set_(mask)
+        network.set_(mask.to(device))
         losses = [trained.loss_fn(network.module, *batch) for batch in trained.batches[:NUM_BATCHES]]
         return torch.stack(losses).mean().double()
 
-    whole = loss(everything)
-    curves = []
-    for number, group in enumerate(graph.groups):
-        for fraction in FRACTIONS:
+    whole = loss(torch.ones(graph.num_units, dtype=torch.bool))
+    sizes, curves = group_sizes(graph), []
+    measured = measured_widths(sizes)
+    for number, points in enumerate(measured):
+        for width in points:
             widths = sizes.clone()
-            widths[number] = round(fraction * len(group.units))
-            curves.append(whole if fraction == 1 else loss(keep_best(scores, widths, graph)))
+            widths[number] = width
+            curves.append(whole if width == sizes[number] else loss(keep_best(scores, widths, graph)))
     rise = torch.stack(curves).cpu().view(len(graph.groups), len(FRACTIONS)) - whole.cpu()
-    return torch.nan_to_num(rise, nan=float("inf"), posinf=1e6).clamp(min=0).cummax(dim=1).values
+    rise = torch.nan_to_num(rise, nan=HOPELESS).clamp(0, HOPELESS).cummax(dim=1).values
+    return rise + SLOPE * (1 - measured / sizes[:, None])
 
 
-def widths_within(curves: Tensor, tolerance: float, trained: Trained) -> Tensor:
-    """How many units each group needs, so that its own rise of the loss is at most the tolerance."""
-    sizes = group_sizes(trained.graph)
-    fractions = torch.tensor(FRACTIONS, dtype=torch.float64)
-    last = ((curves <= tolerance).sum(1) - 1).clamp(max=len(FRACTIONS) - 2)  # the curves begin at zero
-    row = torch.arange(len(curves))
-    low, high = curves[row, last], curves[row, last + 1]
-    beyond = ((tolerance - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
-    return ((fractions[last] + beyond * (fractions[last + 1] - fractions[last])) * sizes).ceil()
+def measured_widths(sizes: Tensor) -> Tensor:
+    """(groups, fractions): how many units a group has where its curve is measured."""
+    return (sizes[:, None] * torch.tensor(FRACTIONS, dtype=torch.float64)).round().clamp(min=1)
+
+
+def widths_within(curves: Tensor, tolerance: float, sizes: Tensor) -> Tensor:
+    """How many units each group needs, so that its own rise of the loss is at most the tolerance.
+
+    Args:
+        curves: as `sensitivity` gives them.
+        sizes: units of every group.
+    """
+    last = (curves <= tolerance).sum(1) - 1  # the curves begin at zero
+    row, widths = torch.arange(len(curves)), measured_widths(sizes)
+    # Behind the last point nothing is to be had.
+    low, high = curves[row, last], F.pad(curves, (0, 1), value=torch.inf)[row, last + 1]
+    start, end = widths[row, last], F.pad(widths, (0, 1), value=1.0)[row, last + 1]
+    return (start + (tolerance - low) / (high - low) * (end - start)).ceil()

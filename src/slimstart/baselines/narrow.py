@@ -13,30 +13,49 @@ from slimstart.baselines.pruning import largest_within
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.structure import BoundBudget, Budget
 from slimstart.subnet import compact
-from slimstart.subnet.slots import aligned
 
 
 def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     """The mask that keeps the largest equal share of every group that the budget allows.
 
     Args:
-        align: groups keep `aligned` numbers of units, or all, where the budget allows that: GPUs are slow at others.
+        align: large groups keep a multiple of so many units (`_steps`), because GPUs are slow at others; what rounding
+            leaves of the budget is given out to one group after the other.
 
     Raises:
         BudgetError: one unit per group is too much already.
     """
     bound: BoundBudget = budget.bind(graph.costs)
-    sizes = torch.tensor([len(group.units) for group in graph.groups])
-    first = torch.tensor([group.units.start for group in graph.groups])
-    rank = torch.arange(graph.num_units) - first[graph.costs.unit_group]
+    group = graph.costs.unit_group
+    sizes = torch.bincount(group)
+    steps = _steps(sizes, align)
+    rank = torch.arange(graph.num_units) - (torch.cumsum(sizes, 0) - sizes)[group]
 
-    def mask(share: float) -> Tensor:
-        kept = torch.minimum(aligned((share * sizes).round().clamp(min=1).long(), align), sizes)
-        return rank < kept[graph.costs.unit_group]
+    def mask(widths: Tensor) -> Tensor:
+        return rank < torch.minimum(widths, sizes)[group]
 
-    if bound.cost(mask(0.0)) > bound.limit:  # of one unit per group it is not: that would have been refused
+    def of_share(share: float) -> Tensor:
+        return mask((share * sizes / steps).round().clamp(min=1) * steps)
+
+    if bound.cost(of_share(0.0)) > bound.limit:  # of one unit per group it is not: that would have been refused
         return uniform_mask(graph, budget)
-    return largest_within(bound, mask)
+    found = largest_within(bound, of_share)
+    if align > 1:
+        widths = torch.bincount(group[found])
+        for narrowest in torch.argsort(widths / sizes, stable=True).tolist():
+            wider = widths.index_add(0, torch.tensor([narrowest]), steps[[narrowest]])
+            if bound.cost(mask(wider)) <= bound.limit:
+                widths = torch.minimum(wider, sizes)
+        found = mask(widths)
+    return found
+
+
+def _steps(sizes: Tensor, align: int) -> Tensor:
+    """In which steps groups of these sizes grow: of `align`, the largest of twice that, and small ones unit by unit."""
+    if align == 1:
+        return torch.ones_like(sizes)
+    large = torch.where(sizes >= 32 * align, 2 * align, align)
+    return torch.where(sizes >= 8 * align, large, 1)
 
 
 def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, align: int = 1) -> nn.Module:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget
@@ -68,17 +67,20 @@ def filter_norms(model: nn.Module, graph: ChannelGraph, p: float) -> Tensor:
 
 def filter_rows(model: nn.Module, graph: ChannelGraph) -> Iterator[tuple[str, Tensor]]:
     """Of every layer whose filters can go: its name, and its weight with one row per filter, as a view."""
-    tensors, modules = dict(model.named_parameters()), dict(model.named_modules())
+    for layer, (weight, dim) in filter_weights(model, graph).items():
+        yield layer, weight.movedim(dim, 0)
+
+
+def filter_weights(model: nn.Module, graph: ChannelGraph) -> dict[str, tuple[nn.Parameter, int]]:
+    """By layer whose filters can go: its weight, and the dimension along which they lie."""
+    parameters, found = dict(model.named_parameters()), {}
     for layer, units in graph.filters.items():
-        if not bool((units >= 0).any()):
-            continue
-        name = layer if layer in tensors else f"{layer}.weight"  # a weight may be used without a module
-        module, weight = modules.get(layer), tensors[name]
-        if isinstance(module, _ConvTransposeNd):  # has its filters along the second dimension, of every kernel group
-            yield layer, weight.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)
-        else:
-            dims = [piece.dim for piece in graph.tensors[name] if torch.equal(graph.units_along(piece.axis), units)]
-            yield layer, weight.movedim(min(dims), 0)
+        if bool((units >= 0).any()):
+            name = layer if layer in parameters else f"{layer}.weight"  # a weight may be used without a module
+            # The first: where a layer reads the very units that it writes, a trace notes what it writes before.
+            dim = next(p.dim for p in graph.tensors[name] if torch.equal(graph.units_along(p.axis), units))
+            found[layer] = parameters[name], dim
+    return found
 
 
 def ranks(scores: Tensor, graph: ChannelGraph) -> Tensor:

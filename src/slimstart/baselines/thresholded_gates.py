@@ -20,9 +20,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from slimstart.baselines.gates import AdamGates, device_of, straight_through
+from slimstart.baselines.pruning import filter_weights
 from slimstart.costs import CostTable
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget, Budget
@@ -155,23 +155,17 @@ class LogNorms:
     """The logarithm of the norm of all filters that go with a unit, (U,) float64, with a gradient for the weights."""
 
     def __init__(self, model: nn.Module, graph: ChannelGraph) -> None:
-        filters = {layer: units for layer, units in graph.filters.items() if bool((units >= 0).any())}
-        self._layers = [model.get_submodule(layer) for layer in filters]
-        self._members = _members(torch.cat(list(filters.values())), graph.num_units).to(device_of(model))
+        found = filter_weights(model, graph)
+        self._weights = list(found.values())
+        self._members = _members(torch.cat([graph.filters[layer] for layer in found]), graph.num_units)
+        self._members = self._members.to(device_of(model))
 
     def __call__(self) -> Tensor:
-        norms = [torch.linalg.vector_norm(_rows(layer), dim=1, dtype=torch.float64) for layer in self._layers]
+        rows = [weight.movedim(dim, 0).flatten(1) for weight, dim in self._weights]
+        norms = [torch.linalg.vector_norm(row, dim=1, dtype=torch.float64) for row in rows]
         squares = torch.cat(norms).square()
         # A table in place of adding up by index: a GPU does that in another order every time.
         return (torch.cat([squares, squares.new_zeros(1)])[self._members].sum(1) + LEAST_SQUARE).log() / 2
-
-
-def _rows(layer: nn.Module) -> Tensor:
-    """A layer's weight with one row per filter."""
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    if isinstance(layer, nn.Embedding | _ConvTransposeNd):  # of every kernel group, along the second dimension
-        weight = weight.unflatten(0, (int(getattr(layer, "groups", 1)), -1)).transpose(1, 2).flatten(0, 1)
-    return weight.flatten(1)
 
 
 def _members(units: Tensor, num_units: int) -> Tensor:

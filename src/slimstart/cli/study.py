@@ -63,14 +63,7 @@ def variance(
         f"ratios to {names[0]}",
         markup=False,
     )
-    cells: dict[str | None, list[str]] = {}
-    for row in found.variance:
-        cell = cells.setdefault(row.layer, [row.layer or "all", str(row.num_units), str(row.num_rare)])
-        cell.append(_with_error(row.variance, row.standard_error))
-        if row.estimator != names[0]:
-            cell.append(_with_error(row.ratio, row.ratio_error))
-    titles = [name if name == names[0] else f"{name},ratio" for name in names]
-    show_table(["layer", "channels", "rarely drawn", *",".join(titles).split(",")], list(cells.values()))
+    show_table(*_table(found))
     _write_plot(found, out, "variance.svg")
 
 
@@ -101,27 +94,15 @@ def flip(
         console.print("saved; to go on, give the same command again", markup=False)
         raise typer.Exit(130) from None
     console.print(f"{found.network}: squared losses and differences, ± standard errors", markup=False)
-    rows = [
-        [
-            *(str(row.epoch), f"{row.num_tried} of {row.num_units}"),
-            _with_error(row.squared_loss, row.squared_loss_error),
-            _with_error(row.dispersion, row.dispersion_error),
-            _with_error(row.max_dispersion, row.max_dispersion_error),
-            _short(row.max_dispersion_naive),
-            _with_error(row.excess, row.excess_error),
-        ]
-        for row in found.flip
-    ]
-    show_table(["epoch", "channels", "E[L²]", "V", "V max", "V max, biased upwards", "V max − V"], rows)
+    show_table(*_table(found))
     _write_plot(found, out, "flip.svg")
 
 
-def _with_error(value: float | None, error: float | None) -> str:
-    return "–" if value is None or error is None else f"{_short(value)} ± {_short(error)}"
+def _table(study: Study) -> tuple[list[str], list[list[str]]]:
+    from slimstart.reports.study_tables import cells
 
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    titles, *rows = cells(study)
+    return titles, rows
 
 
 def _write_plot(study: Study, out: Path, name: str) -> None:

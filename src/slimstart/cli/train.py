@@ -108,14 +108,13 @@ def _refuse_changes(recipe: Recipe, asked: dict[str, Any], name: str | None) -> 
 
 
 def list_recipes() -> None:
-    """List the presets: one for every row of the paper's tables."""
+    """List the presets: one for every row of the paper's tables, and the methods that it compares with."""
     from slimstart.recipes.presets import PRESETS
 
     rows = []
     for name, entry in PRESETS.items():
-        paper = entry.paper
-        numbers = f"{paper.accuracy:g} % at {paper.flops:g} % FLOPs, {paper.train_cost_saving:g}x" if paper else ""
-        rows.append([name, entry.recipe.model, entry.recipe.data, entry.recipe.budget or "", entry.about, numbers])
+        recipe = entry.recipe
+        rows.append([name, recipe.model, recipe.data, recipe.budget or "", entry.about, str(entry.paper or "")])
     show_table(["recipe", "model", "data", "budget", "what", "the paper reports"], rows)
 
 

@@ -1,6 +1,6 @@
 """Named recipes: one per row of the paper's tables, with the paper's numbers beside it, and one for the embedded data.
 
-Where each setting comes from:
+The methods that the paper compares with are in `originals`. Where each setting of the others comes from:
 
 - **Appendix of the paper**: batch 256; SGD with learning rate 0.1 and momentum 0.9 (ImageNet 0.256 and 0.875, warm-up,
   label smoothing 0.1); Adam with 12e-3 on s.
@@ -17,6 +17,8 @@ import difflib
 from dataclasses import dataclass
 
 from slimstart.errors import ConfigError
+from slimstart.recipes.originals import originals
+from slimstart.recipes.paper import COMPARED, Paper
 from slimstart.recipes.recipe import Recipe, merged
 
 CIFAR = Recipe(
@@ -55,16 +57,6 @@ FASHION = Recipe(
     settle_at=0.25,
     num_masks=4,
 )
-
-
-@dataclass(frozen=True)
-class Paper:
-    """What the paper reports for a row: percent, and times."""
-
-    accuracy: float
-    params: float
-    flops: float
-    train_cost_saving: float
 
 
 @dataclass(frozen=True)
@@ -110,6 +102,10 @@ PRESETS: dict[str, Preset] = {
     "resnet50-imagenet-10.1": _row(
         IMAGENET, "resnet50", "image_folder", 0.251, "table of ImageNet", Paper(69.3, 10.8, 10.1, 7.36)
     ),
+}
+PRESETS |= {
+    name: Preset(recipe, about, COMPARED.get((recipe.model, recipe.data, recipe.method)))
+    for name, about, recipe in originals()
 }
 
 

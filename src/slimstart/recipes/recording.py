@@ -35,7 +35,9 @@ def make_record(
     own_params = sum(parameter.numel() for parameter in network.parameters())
     dense_train_flops = sum(epoch.dense_train_flops for epoch in progress.history)
     dense = formula_flops(program.dense_flops, program.dense_flops)
-    saving = progress.formula_steps * dense / progress.formula_flops
+    # Without a step that the formulas count, there is only what runs: three forwards of the finished network.
+    own = progress.formula_flops or formula_flops(own_flops, own_flops)
+    saving = (progress.formula_steps or 1) * dense / own
     return records.Record(
         name=program.run.folder.resolve().name,
         method=recipe.method,

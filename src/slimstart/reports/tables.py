@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from slimstart.records import Record
@@ -115,7 +115,8 @@ COLUMNS = (
     Column(
         "cost saving, formula",
         _of(lambda run: run.train_cost_saving, _times),
-        "The paper's 3 f_D / (4 f_S). f_D: FLOPs of a dense forward; f_S: of a sampled one, mean over the search.",
+        "By the formulas of the paper's appendix, over the epochs that they count: 3 f_D / (4 f_S) in a search, with "
+        "f_D FLOPs of a dense forward and f_S of a sampled one; over all epochs where nothing is searched.",
     ),
     Column(
         "cost saving, executed",
@@ -149,9 +150,9 @@ def markdown(runs: Iterable[Record]) -> str:
     """The tables of all networks, without columns that are empty."""
     lines: list[str] = []
     for network, rows in by_network(summarise(runs)).items():
-        titles, *cells = shown(rows)
-        marks = ["---:" if column.numeric else "---" for column in COLUMNS if column.title in titles]
-        lines += [f"## {_escaped(network)}", "", *(_line(row) for row in (titles, marks, *cells)), ""]
+        cells = shown(rows)
+        texts = [column.title for column in COLUMNS if not column.numeric]
+        lines += [f"## {escaped(network)}", "", *markdown_table(cells, texts), ""]
     return "\n".join(lines)
 
 
@@ -162,10 +163,14 @@ def shown(rows: Sequence[Row], essential: bool = False) -> list[list[str]]:
     return [list(line) for line in zip(*(one for one in columns if set(one[1:]) != {MISSING}), strict=True)]
 
 
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(map(_escaped, cells))} |"
+def markdown_table(cells: Sequence[Sequence[str]], texts: Container[str]) -> list[str]:
+    """Lines of a table, from its titles and its rows; columns that are no texts are aligned to the right."""
+    marks = ["---" if title in texts else "---:" for title in cells[0]]
+    return [
+        f"| {' | '.join(line)} |" for line in (map(escaped, cells[0]), marks, *(map(escaped, c) for c in cells[1:]))
+    ]
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that Markdown takes for nothing else."""
     return re.sub(r"([\\|`*_<>\[\]$])", r"\\\1", " ".join(text.split()))

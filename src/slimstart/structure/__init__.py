@@ -2,9 +2,10 @@
 
 Here: drawing masks and their score (`probabilities`), the gradient of s from losses (`estimators`), Adam (`adam`), what
 a mask or s costs (`budgets`, with the closed form in `expectation` and `dropping`), the nearest s within a budget
-(`projection`, and for GPUs `multisection`), masks within it (`cutting`), what a training asks of all this (`policies`)
-and the object that puts it together (`bernoulli`). Not here: layers, tensors with names, training steps; costs come in
-as a plain `slimstart.costs.CostTable`.
+(`projection`, and for GPUs `multisection`), masks within it (`cutting`), draws with a cap on their widths (`capping`),
+what a training asks of all this (`policies`) and the object that puts it together (`bernoulli`). For studies: how far
+losses and gradients of sampled masks lie apart (`dispersion`). Not here: layers, tensors with names, training steps;
+costs come in as a plain `slimstart.costs.CostTable`.
 
 Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in half a dozen lines.
 """

@@ -4,7 +4,9 @@ Open `compact.py` first. `streams.py` is the one thing a narrow network has that
 keeps a narrow network whose tensors change with every draw; `optimizer_state.py` makes an optimizer follow it, and
 `state_hooks.py` keeps state dicts dense meanwhile. `networks.py` has all networks of a draw together, just as wide as
 it is; `slotted.py` has them in static slots (`slots.py`: how many; `seating.py`: who sits where). `batchnorm.py`
-refreshes statistics; `verify.py` compares a narrow network with the masked dense one.
+refreshes statistics; `verify.py` compares a narrow network with the masked dense one. Two that stay dense:
+`masking.py`, whose mask changes in place, for many forwards of sampled networks; `gating.py`, whose gates learn by the
+chain rule.
 """
 
 from slimstart.subnet.batchnorm import recalibrate

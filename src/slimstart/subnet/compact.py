@@ -59,7 +59,7 @@ def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.M
     narrow: dict[int, object] = {}
     for name, tensor in tensor_names(model).items():
         kept = _carried(selection, name, tensor.detach()) if plain else selection.gather(name, tensor.detach())
-        kept = kept.clone() if kept.data_ptr() == tensor.data_ptr() else kept
+        kept = kept.clone() if kept.data_ptr() == tensor.data_ptr() else kept.contiguous(memory_format=_format(tensor))
         is_parameter = isinstance(tensor, nn.Parameter)
         narrow[id(tensor)] = nn.Parameter(kept, requires_grad=tensor.requires_grad) if is_parameter else kept
     module = copy.deepcopy(model, narrow)
@@ -73,6 +73,12 @@ def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.M
             if not point_port(layer, name, selection):
                 close_port(layer)
     return module
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    """How a tensor lies in memory: a narrow network is as fast as its dense one only if it lies there likewise."""
+    last = tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _carried(selection: Selection, name: str, dense: Tensor) -> Tensor:

@@ -1,0 +1,212 @@
+"""docs/results.md: it is that of the committed records, and its cells and sentences are those of made-up ones."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.results_page import make_page, published
+from slimstart import records, study_records
+from slimstart.errors import RecordError
+from slimstart.records import Record
+from slimstart.reports.results import Experiment, page
+from slimstart.study_records import FlipRow, Study, VarianceRow
+from tests.records import make
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_page_is_that_of_the_committed_records() -> None:
+    written = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
+    assert written == make_page(REPOSITORY / "results"), "docs/results.md is not that of results/: run `make results`"
+
+
+def run(method: str, accuracy: float, flops: float, seed: int = 0, **changes: Any) -> Record:
+    """A run of 300 + 40 epochs on VGG-16, with numbers that are easily recognised."""
+    config = {"finetune_epochs": 40, "precision": "bfloat16", **changes.pop("config", {})}
+    fields = {"epochs": 340, "params_ratio": 0.05, "train_cost_saving": 8.5, "executed_saving": 7.25}
+    fields |= {"accuracy": accuracy, "flops_ratio": flops, "budget": "flops=0.087", "train_seconds": 600.0}
+    fields |= {"config": config, "config_hash": records.digest(config)}
+    return dataclasses.replace(make(method, flops, seed, epochs=2), **fields | changes)
+
+
+def table(runs: list[Record]) -> dict[str, dict[str, str]]:
+    """The first table of the page: the cells of every method, by title."""
+    lines = [line for line in shown(runs).splitlines() if line.startswith("| ")]
+    titles, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
+
+
+def shown(runs: list[Record]) -> str:
+    return page([Experiment("../results/some", runs)], {}, [], published())
+
+
+def test_cells_by_hand() -> None:
+    runs = [
+        run("dense", 93.5, 1.0, budget=None),
+        run("slimstart", 91.0, 0.087),
+        run("slimstart", 92.0, 0.087, seed=1),
+        run("narrow", 90.25, 0.086),
+        run("narrow", 90.75, 0.086, seed=1),
+        run("l1", 90.0, 0.1, epochs=60, config={"finetune_epochs": 30, "protocol": "uniform"}),
+    ]
+    found = table(runs)
+    assert found["slimstart"] == {
+        "method": "slimstart",
+        "budget": "flops=0.087",
+        "accuracy, %": "91.50 ± 0.71",  # sqrt((0.5^2 + 0.5^2) / 1)
+        "narrow, %": "90.50 (+1.00)",  # 8.6 is within 2 % of 8.7
+        "paper, %": "92.5",
+        "difference": "−1.00",
+        "FLOPs, %": "8.70 (paper: 8.7)",
+        "params, %": "5.00 (paper: 4.4)",
+        "saving, formula": "8.50× (paper: 8.69×)",
+        "saving, executed": "7.25×",
+        "epochs": "300 + 40",
+        "seeds": "2",
+        "training time": "10.0 min",
+        "hardware": "NVIDIA H200",
+    }
+    assert found["dense"]["difference"] == "+0.60"  # 93.5 - 92.9
+    assert (found["dense"]["FLOPs, %"], found["dense"]["narrow, %"]) == ("100", "–")
+    assert (found["narrow"]["paper, %"], found["narrow"]["epochs"]) == ("–", "300 + 40")
+    l1 = found["l1"]  # its narrow network has had other epochs; the retraining of the study is 150 epochs
+    assert (l1["narrow, %"], l1["paper, %"], l1["FLOPs, %"]) == ("–", "91.8", "10.0 (paper: 19.9)")
+    assert l1["epochs"] == "30 + 30; the paper: 300 + 150"
+    assert l1["saving, formula"] == "8.50×"  # of which the paper says nothing
+
+
+def test_where_we_fall_short_a_sentence_says_so() -> None:
+    text = shown([run("slimstart", 91.5, 0.087), run("narrow", 92.0, 0.1)])
+    assert (
+        "- **slimstart flops=0.087** falls short of the paper by 1.00 points: 91.50 % against 92.5 %. It is 0.50 "
+        "points behind the hand-narrowed network at 10.0 % FLOPs.\n" in text
+    )
+    assert "Fewer epochs" not in text
+    text = shown([run("slimstart", 93.0, 0.07, epochs=60, config={"finetune_epochs": 0}), run("narrow", 92.0, 0.07)])
+    assert (
+        "- **slimstart flops=0.087** is above the paper by 0.50 points: 93.00 % against 92.5 %, at 7.00 % of the FLOPs "
+        "against 8.7 %, after 60 epochs; the paper: 300 + 40.\n" in text
+    )
+    assert "**Fewer epochs than the paper's recipes:**" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": {"estimator": "gumbel"}},
+        {"config": {"width": 0.5}},
+        {"config": {"validation": 5000}},
+        {"data": "cifar100"},
+        {"method": "random"},
+    ],
+)
+def test_other_things_are_not_compared_with_the_paper(change: dict[str, Any]) -> None:
+    (cells,) = table([run(**{"method": "slimstart", "accuracy": 91.5, "flops": 0.087} | change)]).values()
+    assert "paper, %" not in cells
+    assert cells["FLOPs, %"] == "8.70"
+
+
+@pytest.mark.parametrize(("flops", "accuracy"), [(0.02, "87.97"), (0.045, "90.82"), (0.12, "92.23"), (0.5, "93.46")])
+def test_of_several_rows_the_nearest_counts(flops: float, accuracy: str) -> None:
+    assert table([run("slimstart", 90.0, flops, model="vgg19")])["slimstart"]["paper, %"] == accuracy
+
+
+def test_narrow_networks_far_away_say_nothing() -> None:
+    runs = [run("slimstart", 90.0, 0.1), run("narrow", 91.0, 0.16), run("narrow", 89.0, 0.06, budget="flops=0.06")]
+    assert "narrow, %" not in table(runs)["slimstart"]
+    runs.append(run("narrow", 90.5, 0.14, budget="flops=0.14"))
+    assert table(runs)["slimstart"]["narrow, %"] == "90.50 (−0.50 at 14.0 % FLOPs)"
+
+
+def test_the_order_of_records_does_not_matter() -> None:
+    runs = [run(method, 90 + seed, 0.087, seed) for method in ("slimstart", "narrow", "l1") for seed in range(3)]
+    first = shown(runs)
+    random.Random(0).shuffle(runs)
+    assert shown(runs) == first
+
+
+# --------------------------------------------------------------------------- what lies in the folder
+
+
+def study(**rows: Any) -> Study:
+    facts = dict.fromkeys("command commit version device torch python started finished".split(), "x")
+    config = {"model": "resnet32", "data": "cifar10"}
+    return Study(**facts, hardware="a GPU", config=config, settings={}, epoch=7, **rows)
+
+
+VARIANCE = tuple(
+    VarianceRow(layer, name, 8, 2, variance, variance / 10, ratio, ratio and ratio / 20)
+    for layer, name, variance, ratio in (
+        (None, "vr_pge", 0.5, 1.0),
+        (None, "pge", 20.0, 40.0),
+        ("conv_1", "vr_pge", 0.25, 1.0),
+        ("conv_1", "pge", 3000.0, 12000.0),
+        ("conv2", "vr_pge", 0.0, None),
+        ("conv2", "pge", 1.0, None),
+    )
+)
+FLIPS = tuple(
+    FlipRow(epoch, 9, 4, 4.0, 0.4, v, v / 10, 1.5 * v, v / 5, 2 * v, 0.5 * v, v / 8)
+    for epoch, v in ((5, 0.01), (10, 0.002))
+)
+
+
+def test_everything_in_a_folder_has_its_place(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for name, one in (("a", run("slimstart", 91.5, 0.087)), ("compare-b/x", run("narrow", 90.0, 0.087))):
+        (results / name).mkdir(parents=True)
+        records.write(one, results / name / "record.json")
+    (results / "studies").mkdir()
+    study_records.write(study(variance=VARIANCE), results / "studies" / "v.json")
+    study_records.write(study(flip=FLIPS), results / "studies" / "f.json")
+    (results / "other.json").write_text('{"benchmark": "trace_time"}')
+    (results / "list.json").write_text("[1]")
+    text = make_page(results)
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert headings == [
+        *("# Results", "## vgg16 on cifar10", "## Variance of the structure gradient", "## V and V max"),
+    ]
+    assert "Records: [results/a](../results/a), in bfloat16." in text
+    assert "Records: [results/compare-b](../results/compare-b), in bfloat16." in text
+    assert "![resnet32 on cifar10](../results/studies/v.svg)" in text
+
+
+def test_variances_by_hand() -> None:
+    text = page([], {"v.svg": study(variance=VARIANCE)}, [], [])
+    assert (
+        "resnet32 on cifar10, 7 epochs, a GPU. pge has 40 ± 2 times the variance of vr\\_pge, at most 12,000 "
+        "(conv\\_1). The paper reports up to three orders of magnitude" in text
+    )
+    assert [line for line in text.splitlines() if line.startswith("|")] == [
+        "| layer | channels | rarely drawn | vr\\_pge | pge | ratio |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| all | 8 | 2 | 0.5 ± 0.05 | 20 ± 2 | 40 ± 2 |",
+        "| conv\\_1 | 8 | 2 | 0.25 ± 0.025 | 3,000 ± 300 | 12,000 ± 600 |",
+        "| conv2 | 8 | 2 | 0 ± 0 | 1 ± 0.1 | – |",
+    ]
+
+
+def test_flips_by_hand() -> None:
+    text = page([], {"f.svg": study(flip=FLIPS)}, [], [])
+    assert "E\\[L²\\] is 400 to 2,000 times V, V max 1.5 times. The paper reports four orders of magnitude" in text
+    assert "| 5 | 4 of 9 | 4 ± 0.4 | 0.01 ± 0.001 | 0.015 ± 0.002 | 0.02 | 0.005 ± 0.00125 |" in text
+    still = tuple(dataclasses.replace(row, dispersion=0.0) for row in FLIPS)
+    assert "times" not in page([], {"f.svg": study(flip=still)}, [], [])
+
+
+def test_without_records_there_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    assert "##" not in make_page(tmp_path / "results")
+    assert page([], {}, ["../results/b.json"], []).endswith(
+        "## Step times\n\nIn [performance.md](performance.md), from [results/b.json](../results/b.json).\n"
+    )
+
+
+def test_a_record_that_is_not_sound_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"schema": "slimstart.record/0"}))
+    with pytest.raises(RecordError, match="its schema is"):
+        make_page(tmp_path)
