@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from slimstart import training
 from slimstart.engine import capture as capturing
-from slimstart.engine import captured, optimizers, plain
+from slimstart.engine import assembly, captured, optimizers, plain
 
 
 class Nothing:
@@ -67,7 +67,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str, str | None]:
         return ("eager", "asked for") if engine == "eager" or not fuse(optimizer) else ("graphs", None)
 
-    for where in (training, plain):
+    for where in (assembly, plain):
         monkeypatch.setattr(where, "choose", choose)
     monkeypatch.setattr(training, "fuse", fuse)
     monkeypatch.setattr(plain, "fuse_optimizer", fuse)

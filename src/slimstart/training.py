@@ -30,12 +30,9 @@ from torch.optim import Optimizer
 from slimstart import checkpoints
 from slimstart.engine import (
     Backward,
-    DeviceSearch,
     LossFunction,
-    Search,
-    Steps,
+    assemble,
     check_finite,
-    choose,
     forward_without_trace,
     not_finite,
     undoing_statistics,
@@ -44,8 +41,8 @@ from slimstart.engine.optimizers import fuse, unfuse
 from slimstart.errors import TraceError
 from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
-from slimstart.structure import BernoulliUnits, Budget, DevicePolicy, Estimator, Policy, get_estimator
-from slimstart.subnet import Executed, Networks, SlotNetworks, recalibrate, trace_verified
+from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy, get_estimator
+from slimstart.subnet import Executed, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
 
 
@@ -141,29 +138,9 @@ class SparseTraining:
         self.building_seconds = 0.0  # in which graphs were captured, networks built anew, and steps ran eagerly before
         self._held_steps = 0  # since the last draw
         self._backward = Backward(optimizer, max_grad_norm, scaler)
-        device = next(model.parameters()).device
-        self.engine, self._reason = choose(engine, optimizer, device)
-        if self.engine == "graphs" and align == 1:
-            if engine == "graphs":
-                raise ValueError(
-                    "`engine` is 'graphs' and `align` 1: without room to spare, shapes change at every draw"
-                )
-            self.engine, self._reason = "eager", "`align` is 1, so shapes change at every draw"
-        align = align or (8 if self.engine == "graphs" else 1)
-        self._networks: Networks
-        if align == 1:
-            self._networks = Networks(model, optimizer, self.graph)
-        else:
-            spread = getattr(self.policy, "spread", 4.0)  # a policy of the user's need not know how far its draws go
-            self._networks = SlotNetworks(model, optimizer, self.graph, align, spread)
-        self._steps: Steps | None = None
-        self._search = Search(self.policy, self._networks)
-        if self.engine == "graphs" and isinstance(self._networks, SlotNetworks):
-            losses = torch.zeros(self.policy.num_masks, dtype=torch.float64, device=device)
-            self._steps = Steps(self._networks, self._backward, losses)
-            if isinstance(self.policy, DevicePolicy) and self.policy.capturable:
-                self._search = DeviceSearch(self.policy, self._networks, losses, self._steps.ok, self._steps.side)
-        self._search.begin()
+        parts = assemble(model, optimizer, self.graph, self.policy, self._backward, engine, align)
+        self.engine, self._networks, self._search, self._steps = parts.engine, parts.networks, parts.search, parts.steps
+        self._parts = parts
         keep_dense(
             model,
             optimizer,
@@ -329,7 +306,7 @@ class SparseTraining:
     @property
     def reason(self) -> str | None:
         """Why steps run eagerly, where they do."""
-        return self._reason if self._steps is None else self._steps.reason
+        return self._parts.reason
 
     @property
     def expected_cost(self) -> float:

@@ -1,12 +1,13 @@
 """How one step runs, and what happens between two draws. Chosen by SparseTraining, invisible to the user.
 
-`eager.py` runs the user's loss function as it is; `graphs.py` captures it in CUDA graphs (`captured.py`, by
-`capture.py`), with fewer and larger kernels (`fusion.py`, made of `chains.py`, `casting.py` and `counting.py`);
-`backward.py` is what follows a forward, with what optimizers need to be captured in `optimizers.py`. `search.py`
-learns, draws and exchanges networks, on the host or on the device. `plain.py` trains an ordinary network on the same
-engine.
+`assembly.py` puts the parts of a search together. `eager.py` runs the user's loss function as it is; `graphs.py`
+captures it in CUDA graphs (`captured.py`, by `capture.py`), with fewer and larger kernels (`fusion.py`, made of
+`chains.py`, `casting.py` and `counting.py`); `backward.py` is what follows a forward, with what optimizers need to be
+captured in `optimizers.py`. `search.py` learns, draws and exchanges networks, on the host or on the device. `plain.py`
+trains an ordinary network on the same engine.
 """
 
+from slimstart.engine.assembly import Assembly, assemble
 from slimstart.engine.backward import Backward
 from slimstart.engine.choice import ENGINES, choose
 from slimstart.engine.eager import LossFunction, check_finite, forward_without_trace, not_finite, undoing_statistics
@@ -16,12 +17,14 @@ from slimstart.engine.search import DeviceSearch, Search
 
 __all__ = [
     "ENGINES",
+    "Assembly",
     "Backward",
     "DeviceSearch",
     "LossFunction",
     "PlainTraining",
     "Search",
     "Steps",
+    "assemble",
     "check_finite",
     "choose",
     "forward_without_trace",

@@ -1,0 +1,80 @@
+"""A search, put together: the networks of a draw, what exchanges them, and the steps that train them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slimstart.engine.backward import Backward
+from slimstart.engine.choice import choose
+from slimstart.engine.graphs import Steps
+from slimstart.engine.search import DeviceSearch, Search
+from slimstart.graph import ChannelGraph
+from slimstart.structure import DevicePolicy, Policy
+from slimstart.subnet import Networks, SlotNetworks
+
+ALIGN = 8  # of networks in static slots, where nobody has said otherwise
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one search.
+
+    Attributes:
+        engine: "eager" or "graphs".
+        networks: of the present draw.
+        search: which learns, draws, and exchanges the networks.
+        steps: captured ones; None where steps run eagerly.
+    """
+
+    engine: str
+    networks: Networks
+    search: Search
+    steps: Steps | None
+    _reason: str | None
+
+    @property
+    def reason(self) -> str | None:
+        """Why steps run eagerly, where they do."""
+        return self._reason if self.steps is None else self.steps.reason
+
+
+def assemble(
+    model: nn.Module,
+    optimizer: Optimizer,
+    graph: ChannelGraph,
+    policy: Policy,
+    backward: Backward,
+    engine: str,
+    align: int | None,
+) -> Assembly:
+    """Put a search together, and begin it; arguments as for `SparseTraining`.
+
+    Raises:
+        ValueError: this engine cannot be had.
+    """
+    device = next(model.parameters()).device
+    chosen, reason = choose(engine, optimizer, device)
+    if chosen == "graphs" and align == 1:
+        if engine == "graphs":
+            raise ValueError("`engine` is 'graphs' and `align` 1: without room to spare, shapes change at every draw")
+        chosen, reason = "eager", "`align` is 1, so shapes change at every draw"
+    align = align or (ALIGN if chosen == "graphs" else 1)
+    steps: Steps | None = None
+    if align == 1:
+        networks = Networks(model, optimizer, graph)
+        search = Search(policy, networks)
+    else:
+        spread = getattr(policy, "spread", 4.0)  # a policy of the user's need not know how far its draws go
+        networks = slots = SlotNetworks(model, optimizer, graph, align, spread)
+        search = Search(policy, networks)
+        if chosen == "graphs":
+            losses = torch.zeros(policy.num_masks, dtype=torch.float64, device=device)
+            steps = Steps(slots, backward, losses)
+            if isinstance(policy, DevicePolicy) and policy.capturable:
+                search = DeviceSearch(policy, slots, losses, steps.ok, steps.side)
+    search.begin()
+    return Assembly(chosen, networks, search, steps, reason)
