@@ -417,7 +417,7 @@ def test_grow_efficient_grows_and_prunes(all_on):
     gates.begin_epoch(0)
     cost = Flops(1.0).bind(graph.costs).cost(gates.q) / Flops(1.0).bind(graph.costs).dense
     assert (cost > 0.5) == all_on
-    assert float(gates.penalty) == pytest.approx(PENALTY * (cost - 0.5))
+    assert float(gates.penalty) == pytest.approx(PENALTY * (cost / 0.5 - 1))
     gates.s.fill_(0.1)
     gates.gradient.zero_()
     gates.learn_(YES)

@@ -3,9 +3,9 @@ r"""Growing efficient networks by structured continuous sparsification (Yuan, Sa
 Every unit has a logit s, and a draw :math:`q \sim \mathrm{Bernoulli}(\sigma(\beta s))` that holds for an epoch:
 
 .. math:: g = \sigma(\beta s) \, q, \qquad L + \lambda \sum_u \sigma(\beta_u s_u), \qquad
-          \lambda = \lambda_0 \, (c(q) - c^*), \qquad \beta_u = \beta_1^{\,t_u / T},
+          \lambda = \lambda_0 \, (c(q) / c^* - 1), \qquad \beta_u = \beta_1^{\,t_u / T},
 
-with c(q) the part of the dense cost that the draw has and c* the budget's: the penalty prunes a network that is too
+with c(q) the cost of the draw and c* the budget's: the penalty prunes a network that is too
 large and grows one that is too small. :math:`t_u` of all T steps are those in which the unit was drawn, so a logit
 hardens only while it is in use. The gradient is that of q = 1, also where q = 0: the forward is as narrow as the draw,
 the backward is dense, and `forward_flops` counts so. Nothing is projected: the end may miss the budget on either side,
@@ -31,8 +31,9 @@ from slimstart.structure.cutting import most_probable
 LR, MOMENTUM, LAST_BETA = 0.1, 0.9, 200.0
 # The paper's schedule of 160 epochs: a tenth from 80 on, and from 120 on.
 DROPS, DROP = (80 / 160, 120 / 160), 0.1
-# Ours: the scale of the penalty; the part of the widths within the budget that the seed network has, and the least.
-PENALTY, SEED_WIDTH, LEAST_WIDTH = 0.5, 0.5, 1e-3
+# Ours: the scale of the penalty (a logit or so per epoch of 200 steps, at twice the budget); the part of the widths
+# within the budget that the seed network has; and the least.
+PENALTY, SEED_WIDTH, LEAST_WIDTH = 0.02, 0.5, 1e-3
 
 
 class GrowEfficientGates(Gates):
@@ -77,7 +78,7 @@ class GrowEfficientGates(Gates):
 
     def _measure(self) -> None:
         mask = self.q.cpu()
-        self.penalty.fill_(PENALTY * (self.budget.cost(mask) - self.budget.limit) / self.budget.dense)
+        self.penalty.fill_(PENALTY * (self.budget.cost(mask) / self.budget.limit - 1))
         self.sparse_flops.fill_(self._flops.cost(mask))
 
     def gates(self, s: Tensor) -> Tensor:
