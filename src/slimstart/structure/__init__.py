@@ -17,6 +17,7 @@ from slimstart.structure.estimators import ESTIMATORS, Estimator, get_estimator,
 from slimstart.structure.policies import DevicePolicy, Policy
 from slimstart.structure.probabilities import sample, score
 from slimstart.structure.projection import project, uniform_start
+from slimstart.structure.widths import NestedWidths
 
 __all__ = [
     "ESTIMATORS",
@@ -28,6 +29,7 @@ __all__ = [
     "DevicePolicy",
     "Estimator",
     "Flops",
+    "NestedWidths",
     "Params",
     "Policy",
     "cut",
