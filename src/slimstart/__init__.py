@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from slimstart.errors import CheckpointError as CheckpointError
     from slimstart.errors import ConfigError as ConfigError
     from slimstart.errors import DataError as DataError
+    from slimstart.errors import DesynchronisedError as DesynchronisedError
     from slimstart.errors import ExportError as ExportError
     from slimstart.errors import NonFiniteLossError as NonFiniteLossError
     from slimstart.errors import OptimizerStateError as OptimizerStateError
+    from slimstart.errors import RankError as RankError
     from slimstart.errors import RecordError as RecordError
     from slimstart.errors import SlimstartError as SlimstartError
     from slimstart.errors import TraceError as TraceError
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 _HOME = {
     "accounting": ("flops",),
     "errors": (
-        "BudgetError", "CheckpointError", "ConfigError", "DataError", "ExportError", "NonFiniteLossError",
-        "OptimizerStateError", "RecordError", "SlimstartError", "TraceError",
+        "BudgetError", "CheckpointError", "ConfigError", "DataError", "DesynchronisedError", "ExportError",
+        "NonFiniteLossError", "OptimizerStateError", "RankError", "RecordError", "SlimstartError", "TraceError",
     ),
     "files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "trace"),

@@ -41,3 +41,11 @@ class ExportError(SlimstartError, RuntimeError):
 
 class RecordError(SlimstartError, ValueError):
     """A file is not the record of a run, or not of this schema."""
+
+
+class RankError(SlimstartError, RuntimeError):
+    """One of the processes that train together has fallen out, or has failed."""
+
+
+class DesynchronisedError(SlimstartError, RuntimeError):
+    """Processes that train together hold different things; the message names them."""

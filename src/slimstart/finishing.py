@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
 from slimstart.engine import forward_without_trace
@@ -45,10 +46,21 @@ def least_loss(networks: Iterable[nn.Module], batches: Batches, loss_fn: LossFun
 
 
 def finished(
-    model: nn.Module, selection: Selection, batches: Batches | None, loss_fn: LossFunction | None, plain: bool
+    model: nn.Module,
+    selection: Selection,
+    batches: Batches | None,
+    loss_fn: LossFunction | None,
+    plain: bool,
+    device: torch.device | None = None,
 ) -> nn.Module:
-    """A narrow copy of the model that stands on its own, with statistics measured on the batches if there are any."""
+    """A narrow copy of the model that stands on its own, with statistics measured on the batches if there are any.
+
+    Args:
+        device: for the copy, if not that of the model.
+    """
     small = compact(model, selection, plain)
+    if device is not None:
+        small.to(device)
     remove_from(small)
     if batches is not None and loss_fn is not None:
         recalibrate(small, batches, loss_fn)

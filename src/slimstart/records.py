@@ -120,6 +120,11 @@ class Record:
     history: tuple[Epoch, ...]
     engine: str | None = None  # "eager" or "graphs"; None in records from before there were two
     building_seconds: float | None = None  # of `train_seconds`: capturing graphs, and what runs eagerly before
+    # of several ranks; None in a run of one
+    ranks: int | None = None
+    batch_norm: str | None = None  # "synchronised" or "per-rank"
+    gradient_bytes: int | None = None  # that a rank exchanges in a step; mean over the steps
+    dense_gradient_bytes: int | None = None  # what training the dense network would exchange
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:

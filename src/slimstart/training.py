@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from slimstart import checkpoints
+from slimstart import checkpoints, memory
 from slimstart.engine import (
     Backward,
     LossFunction,
@@ -38,11 +38,14 @@ from slimstart.engine import (
     undoing_statistics,
 )
 from slimstart.engine.optimizers import fuse, unfuse
+from slimstart.engine.together import Together
+from slimstart.engine.wrapping import Wrap, Wrapping
 from slimstart.errors import TraceError
 from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
+from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy, get_estimator
-from slimstart.subnet import Executed, recalibrate, trace_verified
+from slimstart.subnet import Executed, Traffic, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
 
 
@@ -75,12 +78,21 @@ class SparseTraining:
         max_grad_norm: `step` clips the norm of all gradients together at this.
         scaler: `step` scales the loss with it, for float16.
         keep: names of modules or parameters to leave whole.
+        wrap: called with the narrow network; what it returns runs in its place, as `net`: `torch.compile`, or
+            `DistributedDataParallel` (better `integrations.data_parallel`), which makes several processes train as one.
+            Called again when parameters have been exchanged. Steps run eagerly then.
+        spread_references: of several ranks, each runs its part of the references, on its own part of the batch: more
+            masks per update for the same time, such as `leave_one_out_of(1 + ranks)`.
+        full_model_device: "cpu" for a model that is larger than the device it is trained on. The dense model and its
+            optimizer state stay on the CPU, where they must be already; narrow networks are on the device of
+            `example_inputs`, and at a draw only what changes is exchanged (`traffic`).
         policy: called with the graph's cost table, in place of the paper's policy; `budget`, `estimator`, `alpha`,
             `structure_lr`, `total_steps` and `seed` then mean nothing.
 
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
         BudgetError: no sub-network is so small.
+        MemoryError: with `full_model_device`, there is not enough memory; found out before any is taken.
     """
 
     def __init__(
@@ -104,6 +116,9 @@ class SparseTraining:
         sampling: str | None = None,
         keep: Iterable[str] = (),
         policy: Callable[..., Policy] | None = None,
+        wrap: Wrap | None = None,
+        spread_references: bool = False,
+        full_model_device: str | torch.device | None = None,
     ) -> None:
         if resample_every < 1:
             raise ValueError(f"`resample_every` is {resample_every}; it must be at least 1")
@@ -111,7 +126,11 @@ class SparseTraining:
             raise ValueError(f"`align` is {align}; it must be at least 1")
         if (budget is None) == (policy is None):
             raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
-        self.graph: ChannelGraph = trace_verified(model, example_inputs, coupling, keep)
+        if wrap is not None and engine == "graphs":
+            raise ValueError("`engine` is 'graphs', which cannot hold what `wrap` returns; leave one of them out")
+        self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device)
+        examples = example_inputs if self._place is None else memory.on_host(example_inputs)
+        self.graph: ChannelGraph = trace_verified(model, examples, coupling, keep)
         if self.graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
@@ -134,11 +153,14 @@ class SparseTraining:
             )
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
         self.num_steps = 0
+        self.num_examples: float = 0  # of the last step, over all ranks
         self.settled = False
         self.building_seconds = 0.0  # in which graphs were captured, networks built anew, and steps ran eagerly before
         self._held_steps = 0  # since the last draw
         self._backward = Backward(optimizer, max_grad_norm, scaler)
-        parts = assemble(model, optimizer, self.graph, self.policy, self._backward, engine, align)
+        self._wrapping = Wrapping(wrap)
+        engine = engine if wrap is None else "eager"
+        parts = assemble(model, optimizer, self.graph, self.policy, self._backward, engine, align, self._place)
         self.engine, self._networks, self._search, self._steps = parts.engine, parts.networks, parts.search, parts.steps
         self._parts = parts
         keep_dense(
@@ -146,16 +168,25 @@ class SparseTraining:
             optimizer,
             sync=self.sync,
             reload=self._networks.reload,
+            release=self._networks.release,
             adopt=self._adopt,
             dense=self._dense_optimizer_state,
         )
+        self.ranks = ranks_of(self.net)
+        self._together = Together(self.ranks, self.policy.num_masks, spread_references and self.ranks.size > 1)
+        if self.ranks.size > 1:  # all begin with the weights of rank 0
+            self.ranks.broadcast_([*model.parameters(), *model.buffers()])
+            self._networks.reload()
+            self._check_ranks("at the start")
 
     # --- Algorithm 1 -------------------------------------------------------------------------------------------------
 
-    def step(self, loss_fn: LossFunction, *batch: Any) -> Tensor:
-        """One step of Algorithm 1; returns the detached loss.
+    def step(self, loss_fn: LossFunction, *batch: Any, count: float | None = None) -> Tensor:
+        """One step of Algorithm 1; returns the detached loss, of several ranks their mean.
 
         Args:
+            count: of examples that the loss is a mean over, where ranks may have more or fewer; by default, the length
+                of the first tensor of the batch.
             loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because two of them see
                 the same batch. In CUDA graphs Python runs only while a step is captured: what may change from step to
                 step must be a tensor in the batch.
@@ -164,8 +195,9 @@ class SparseTraining:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
                 step before.
         """
+        self.num_examples = num_examples(batch) if count is None else count
         if self._steps is None:
-            return self._step_eagerly(loss_fn, batch)
+            return self._step_eagerly(loss_fn, batch, self.num_examples)
         self._check()
         began, before = time.perf_counter(), (self._networks.version, self._steps.num_captures)
         self._networks.net.follow_modes()
@@ -182,22 +214,25 @@ class SparseTraining:
             self.building_seconds += time.perf_counter() - began
         return loss
 
-    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
+    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any], count: float = 1) -> Tensor:
         self._networks.net.follow_modes()
-        with undoing_statistics(self._networks.net.statistics):
+        with undoing_statistics(self._networks.net.statistics), reporting():
             loss = loss_fn(self.net, *batch)
             reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
-            check_finite(self.num_steps, loss, *reference_losses, unchanged="weights and keep-probabilities are")
-        self._backward(loss)
-        self.update(loss, reference_losses)
-        return loss.detach()
+            found = self._together.average([loss, *reference_losses], count, self._networks.net.module)
+            check_finite(self.num_steps, *found.losses, unchanged="weights and keep-probabilities are")
+        with reporting():
+            self._backward(loss if found.weight == 1 else found.weight * loss)
+        self.num_examples = found.num_examples
+        self._learn(found.losses)
+        return found.losses[0].detach()
 
     # --- the verbs, for loops written by hand ------------------------------------------------------------------------
 
     @property
     def net(self) -> nn.Module:
-        """The narrow network to train: ask for it after every draw. Its modes follow those of `model`."""
-        return self._networks.net.module
+        """The narrow network to train, wrapped: ask for it after every draw. Its modes follow those of `model`."""
+        return self._wrapping(self._networks.net.module)
 
     @property
     def reference(self) -> nn.Module:
@@ -209,7 +244,9 @@ class SparseTraining:
 
     def references(self) -> Iterator[nn.Module]:
         """The other networks of the draw, one after the other; none where no reference is needed."""
-        if self.needs_reference:
+        if self.needs_reference and self._together.spread:
+            yield from self._networks.of_masks(self._networks.masks[self._together.own])
+        elif self.needs_reference:
             yield from self._networks.references()
 
     @property
@@ -222,7 +259,10 @@ class SparseTraining:
         return not self.settled and self._held_steps == 0
 
     def update(
-        self, loss: Tensor | float, reference_loss: Tensor | float | Sequence[Tensor | float] | None = None
+        self,
+        loss: Tensor | float,
+        reference_loss: Tensor | float | Sequence[Tensor | float] | None = None,
+        count: float = 1,
     ) -> None:
         """Tell that a step has been taken: learn the keep-probabilities from its losses, and draw when it is time.
 
@@ -230,19 +270,29 @@ class SparseTraining:
             loss: of `net`, unscaled.
             reference_loss: of `reference` on the same batch (a list, if there are several); needed if
                 `needs_reference`, ignored otherwise.
+            count: of examples that the losses are means over, where ranks may have more or fewer. Their gradients are
+                then the caller's to weigh.
         """
-        if self._learns:
-            losses = [loss]
-            if self.policy.num_masks > 1:
-                several = isinstance(reference_loss, Sequence)
-                losses += list(reference_loss) if several else [reference_loss]  # type: ignore[arg-type,list-item]
-            if len(losses) != self.policy.num_masks or any(one is None for one in losses):
+        losses = [loss]
+        if self.needs_reference:
+            several = isinstance(reference_loss, Sequence)
+            losses += list(reference_loss) if several else [reference_loss]  # type: ignore[arg-type,list-item]
+            needed = self._together.num_references
+            if len(losses) != 1 + needed or any(one is None for one in losses):
                 raise ValueError(
-                    f"`needs_reference` is true, so `update` needs the losses of {self.policy.num_masks - 1} reference "
-                    "network(s) too, in the order of `references()`"
+                    f"`needs_reference` is true, so `update` needs the losses of {needed} reference network(s) too, in "
+                    "the order of `references()`"
                 )
-            check_finite(self.num_steps, *losses, unchanged="keep-probabilities are")
-            self._search.learn(torch.stack([torch.as_tensor(one).detach().double().cpu() for one in losses]))
+        means = [torch.as_tensor(one).detach() for one in losses]
+        found = self._together.average(means, count, self._networks.net.module)
+        if self._learns:
+            check_finite(self.num_steps, *found.losses, unchanged="keep-probabilities are")
+        self.num_examples = found.num_examples
+        self._learn(found.losses)
+
+    def _learn(self, losses: Sequence[Tensor]) -> None:
+        if self._learns:
+            self._search.learn(torch.stack([one.detach().double().cpu() for one in losses]))
         self._count()
 
     def _count(self) -> None:
@@ -256,6 +306,8 @@ class SparseTraining:
         if not self.settled:
             self._search.advance()
             self._held_steps = 0
+            if self.ranks.debugging:
+                self._check_ranks(f"after {self.num_steps} steps")
 
     def sync(self) -> None:
         """Write what `net` and the optimizer have learned into the dense model and state.
@@ -306,7 +358,22 @@ class SparseTraining:
     @property
     def reason(self) -> str | None:
         """Why steps run eagerly, where they do."""
-        return self._parts.reason
+        return self._parts.reason if self._wrapping.wrap is None else "the network is wrapped"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients of a step, which is what ranks exchange: those of the narrow network."""
+        return sum(p.numel() * p.element_size() for p in self._networks.net.module.parameters() if p.requires_grad)
+
+    @property
+    def dense_gradient_bytes(self) -> int:
+        """The same for the dense model."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of weights and optimizer state that have crossed the bus, with `full_model_device`."""
+        return self._networks.traffic
 
     @property
     def expected_cost(self) -> float:
@@ -334,7 +401,8 @@ class SparseTraining:
         self._search.end()
         self._networks.enter(mask[None], None)
         self._held_steps = 0
-        recalibrate(self.net, seen, loss_fn)
+        recalibrate(self._networks.net.module, seen, loss_fn)
+        self._average_statistics(self._networks.net.module)
 
     def snapshot(
         self,
@@ -351,7 +419,7 @@ class SparseTraining:
         self.sync()
         mask = self.mask if self.settled else self.policy.best_guess()
         seen = None if batches is None else first_batches(batches, max_batches)
-        return finished(self.model, self.graph.select(mask), seen, loss_fn, plain=False)
+        return self._finished(mask, seen, loss_fn, plain=False)
 
     def finish(
         self,
@@ -373,12 +441,28 @@ class SparseTraining:
         seen = first_batches(batches, max_batches)
         self.sync()
         mask = self.mask if self.settled else self._best_mask(seen, loss_fn, num_samples)
-        return finished(self.model, self.graph.select(mask), seen, loss_fn, plain)
+        return self._finished(mask, seen, loss_fn, plain)
 
     def _best_mask(self, batches: Sequence[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int) -> Tensor:
         masks = self.policy.candidates(num_samples)
-        best = least_loss(self._networks.of_masks(masks), batches, loss_fn)
+
+        def over_ranks(net: nn.Module, *batch: Any) -> Tensor:
+            return self.ranks.average([loss_fn(net, *batch)], num_examples(batch)).losses[0]
+
+        best = least_loss(self._networks.of_masks(masks), batches, over_ranks)
         return self.graph.costs.at_least_one(masks[best])
+
+    def _finished(
+        self,
+        mask: Tensor,
+        batches: Sequence[tuple[Any, ...]] | None,
+        loss_fn: LossFunction | None,
+        plain: bool,
+    ) -> nn.Module:
+        small = finished(self.model, self.graph.select(mask), batches, loss_fn, plain, self._place)
+        if batches is not None:
+            self._average_statistics(small)
+        return small
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -435,8 +519,18 @@ class SparseTraining:
     # --- small print -------------------------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        (fuse if self.engine == "graphs" else unfuse)(self.optimizer)  # settings came with the state dict
         self._networks.adopt()
+        (fuse if self.engine == "graphs" else unfuse)(self.optimizer)  # settings came with the state dict
 
     def _dense_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self._networks.link.dense_state_dict(state_dict)
+
+    def _check_ranks(self, when: str) -> None:
+        """See whether all ranks hold the same."""
+        structure = {"keep-probabilities": self.keep_probs, "masks": self._networks.masks}
+        dense = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        self.ranks.check_equal(structure | dense, when)
+
+    def _average_statistics(self, net: nn.Module) -> None:
+        """Those that each rank has measured on its own batches."""
+        self.ranks.average([torch.zeros(())], 1, running_statistics(net, training=False))

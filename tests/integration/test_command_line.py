@@ -130,7 +130,7 @@ def test_recipes_lists_the_rows_of_the_paper(slimstart: Slimstart) -> None:
     status, output, _ = slimstart("recipes")
     assert status == 0
     assert re.search(r"^vgg16-cifar10 .* 92.5 % at 8.7 % FLOPs, 8.69×", output, re.MULTILINE)
-    assert re.search(r"^l1-vgg16-cifar10 .* flops=0.087 .* 91.8 % at 19.9 % FLOPs *$", output, re.MULTILINE)
+    assert re.search(r"^l1-vgg16-cifar10-uniform .* flops=0.087 .* 91.8 % at 19.9 % FLOPs *$", output, re.MULTILINE)
 
 
 def test_a_recipe_file_and_options_on_top_of_it(slimstart: Slimstart, tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def zeroed(network: nn.Module) -> dict[str, list[int]]:
 
 
 def test_soft_pruning_epoch_by_epoch(differences: Callable[[Any, Any], list[str]]) -> None:
-    method, data = made(method="soft", epochs=8, lr=2.0, finetune_epochs=1), batches(3)
+    method, data = made(method="soft", protocol="folded", epochs=8, lr=2.0, finetune_epochs=1), batches(3)
     assert isinstance(method, Pruned)
     network, gone, returned = method._stage.network, [], 0
     for epoch in range(8):
@@ -297,7 +297,7 @@ def test_the_uniform_protocol_of_soft_pruning_is_no_soft_training() -> None:
     network = method._stage.network
     method.begin_epoch(1, batches())
     assert zeroed(network) == zeroed(method.snapshot([])) == {"0": [], "3": []}
-    kept = soft_filter.mask(network, method.graph, method._bound)
+    kept = soft_filter.mask(network, method.graph, method._bound, "uniform")
     wanted = network.get_parameter("0.weight")[kept[:8]]
     method.begin_epoch(2, batches())
     assert torch.equal(method.snapshot([]).get_parameter("0.weight"), wanted)

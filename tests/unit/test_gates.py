@@ -379,10 +379,9 @@ def test_flops(name):
         assert gates.forward_flops == slimstart.flops(model, X[:1])
     gates.s.fill_(0.5)  # expectation over all draws, by drawing
     if name in ("ste", "gumbel", "hard_concrete"):
-        masks, whole = torch.rand(300, graph.num_units) < 0.5, Flops(1.0).bind(graph.costs)
-        costs = torch.tensor([whole.cost(mask) for mask in masks]).double()
-        error = 5 * float(costs.std()) / math.sqrt(len(masks))
-        assert gates.expected_flops == pytest.approx(float(costs.mean()), abs=error)
+        masks, whole = torch.rand(300, graph.num_units) < 0.5, gates.budget
+        costs = torch.tensor([whole.cost(mask) for mask in masks]).double() / whole.dense
+        assert gates.expected_cost == pytest.approx(float(costs.mean()), abs=5 * float(costs.std()) / math.sqrt(300))
 
 
 # --- grow efficient --------------------------------------------------------------------------------------------------

@@ -164,6 +164,40 @@ def test_moves_equal_a_loop(seed, way, device):
     assert_same_memory(ours, reference)
 
 
+@pytest.mark.parametrize("way", ["gather_", "scatter_"])
+def test_moves_leave_alone_what_they_are_told_to(way, device):
+    (ours, places), (reference, _) = example(0, device), example(0)
+    generator = torch.Generator().manual_seed(1)
+    but = torch.randint(-1, 3, places.shape, generator=generator, dtype=torch.int32)
+    before, _ = example(0)
+    getattr(Moves(ours), way)(places, but.to(device))
+    {"gather_": slow_gather_, "scatter_": slow_scatter_}[way](reference, places)
+    moved = 0
+    for move, wanted, was in zip(ours, reference, before, strict=True):
+        for here, there in pairs(move, places):
+            alone = all(but[move.starts[dim] + c] >= 0 for dim, c in enumerate(here) if dim in move.starts)
+            index, side = (here, "narrow") if way == "gather_" else (there, "dense")
+            if index is not None:
+                moved += not alone
+                expected = getattr(was if alone else wanted, side)[index]
+                assert_same(getattr(move, side)[index], expected)
+    assert moved > 100
+    if way == "gather_":
+        assert_same_memory([Move(m.dense, b.narrow, m.starts) for m, b in zip(ours, before, strict=True)], before)
+
+
+def test_programs_take_one_block_after_the_other(device):
+    """As they do where few of them are to share a bus."""
+    moves, places = example(0, device)
+    reference, _ = example(0)
+    together = Moves(moves)
+    for table in together._tables:
+        table._num_programs = 2
+    together.gather_(places)
+    slow_gather_(reference, places.cpu())
+    assert_same_memory(moves, reference)
+
+
 def test_what_was_gathered_comes_back(device):
     moves, places = example(0, device)
     together = Moves(moves)
@@ -543,3 +577,5 @@ def test_places_that_are_too_few_are_refused():
     for places in (torch.zeros(4, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)[::2]):
         with pytest.raises(ValueError, match=r"`places` has shape .*; these moves need 5 in a row"):
             moves.gather_(places)
+    with pytest.raises(ValueError, match=r"`but` has shape \(2,\); these moves need 5 in a row"):
+        moves.gather_(torch.zeros(5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))

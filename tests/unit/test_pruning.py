@@ -124,8 +124,8 @@ def test_zeroed_are_the_filters_and_nothing_else() -> None:
     for name, (group, dim) in FILTERS.items():
         for i in range(wanted[name].shape[dim]):
             if not kept[graph.groups[group].units.start + i]:
-                wanted[name].select(dim, i).mul_(soft_filter.ZERO)
-    soft_filter.zero_(model, graph, kept)
+                wanted[name].select(dim, i).mul_(0.0)
+    soft_filter.zero_(model, graph, kept, "original")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, wanted[name]), name
     assert {layer for layer, _ in filter_rows(model, graph)} == {name.removesuffix(".weight") for name in FILTERS}
@@ -324,9 +324,9 @@ def test_l1_takes_a_loss_that_is_not_finite_for_a_large_one(value: float) -> Non
 # --------------------------------------------------------------------------- soft pruning, slimming
 
 
-def test_soft_pruning_zeroes_the_smallest_norms_of_every_group() -> None:
+def test_soft_pruning_zeroes_the_smallest_folded_filters_of_every_group() -> None:
     model = plain()
-    given = trained(model, Flops(0.4))
+    given = dataclasses.replace(trained(model, Flops(0.4)), protocol="folded")
     kept = soft_filter.choose(given)
     assert given.budget.cost(kept) <= given.budget.limit
     state = model.state_dict()
@@ -340,7 +340,7 @@ def test_soft_pruning_zeroes_the_smallest_norms_of_every_group() -> None:
         torch.tensor(folded), [len(o) for o in by_group(kept, given.graph)], given.graph
     )
     before = copy.deepcopy(state)
-    soft_filter.zero_(model, given.graph, kept)
+    soft_filter.zero_(model, given.graph, kept, "folded")
     for norm, group in zip((1, 4, 7), given.graph.groups, strict=True):
         for i, u in enumerate(group.units):
             for row in ("weight", "bias"):
@@ -353,17 +353,32 @@ def test_soft_pruning_zeroes_the_smallest_norms_of_every_group() -> None:
     assert torch.equal(uniform, keep_share(filter_norms(model, given.graph, 2), given.graph, given.budget))
 
 
-def test_a_zeroed_filter_has_a_gradient_and_may_return() -> None:
+def test_zeroed_filters_return_within_an_epoch_at_an_ordinary_learning_rate() -> None:
     model = plain().train()
     given = trained(copy.deepcopy(model), Flops(0.4))
-    kept = soft_filter.mask(model, given.graph, given.budget)
-    soft_filter.zero_(model, given.graph, kept)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kept = soft_filter.mask(model, given.graph, given.budget, "original")
+    soft_filter.zero_(model, given.graph, kept, "original")
+    assert not bool(filter_norms(model, given.graph, 2)[~kept].any())
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss_fn(model, *given.batches[0]).backward()
+        optimizer.step()
+    assert bool((filter_norms(model, given.graph, 2)[~kept] > 0).any())
+    assert bool((soft_filter.mask(model, given.graph, given.budget, "original") & ~kept).any())
+
+
+def test_a_zeroed_folded_filter_has_a_gradient_and_may_return() -> None:
+    model = plain().train()
+    given = trained(copy.deepcopy(model), Flops(0.4))
+    kept = soft_filter.mask(model, given.graph, given.budget, "folded")
+    soft_filter.zero_(model, given.graph, kept, "folded")
     small = soft_filter.folded_norms(model, given.graph)[~kept]
     optimizer = torch.optim.SGD(model.parameters(), lr=200.0)
     loss_fn(model, *given.batches[0]).backward()
     optimizer.step()
     assert bool((soft_filter.folded_norms(model, given.graph)[~kept] > 1e3 * small).all())
-    returned = soft_filter.mask(model, given.graph, given.budget) & ~kept
+    returned = soft_filter.mask(model, given.graph, given.budget, "folded") & ~kept
     assert bool(returned.any())
 
 

@@ -107,11 +107,6 @@ class Gates(nn.Module, ABC):
         return float(self.budget.expected(self.keep_probs)) / self.budget.dense
 
     @property
-    def expected_flops(self) -> float:
-        """FLOPs of one forward of the narrow network, in expectation over masks."""
-        return float(self._flops.expected(self.keep_probs))
-
-    @property
     def forward_flops(self) -> int:
         """FLOPs of one forward as the method counts it: of the dense network."""
         return self._flops.dense

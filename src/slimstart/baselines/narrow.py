@@ -1,7 +1,7 @@
 """The hand-narrowed network: every width multiplied by one number, so that the budget is met; then plain training.
 
-What anyone would do without a method. It keeps the first filters of every group, so it is the same network as one built
-narrow by hand, for any model that can be traced.
+What anyone would do without a method. It keeps the first filters of every group, so it has the shape of a network that
+is built narrow by hand, for any model that can be traced.
 """
 
 from __future__ import annotations

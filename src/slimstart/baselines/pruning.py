@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget
 
-PROTOCOLS = ("original", "uniform")
+PROTOCOLS = ("original", "uniform", "folded")  # the last: of soft pruning alone
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,17 +1,17 @@
 r"""Soft filter pruning (He et al. 2018, "SoftNet"): after every epoch zero the filters of smallest norm, and go on.
 
 Zeroed filters keep receiving gradients and may return; what is zero at the end is cut out. One fraction of all layers,
-dense both ways all the time.
+dense both ways all the time. Three protocols:
 
-A filter here is the one that the network computes: with its batch norm folded in, :math:`\gamma w / \sigma`. To zero it
-is to zero the norm's row, :math:`\gamma` and its shift. The authors zero w; but behind a w of zeros the norm divides by
-:math:`\sqrt{\varepsilon}`, the gradient is some hundred times too large, and after an epoch those that were zeroed have
-larger norms than all others (on the embedded data 23 against 1.1), so that it is the trained ones which go next. Zeroed
-as a whole, a filter gets the gradient that it always had, and the zeroed network is the cut one. For a ReLU to let that
-gradient through, "zero" is a millionth of what it was.
-
-The *uniform* protocol under this method's name in the paper's CIFAR rows is no soft training but one cut of a trained
-network, by the norms of w.
+- *original*: the weights of filters are zeroed, as the authors do. Behind a filter of zeros batch norm divides by
+  :math:`\sqrt{\varepsilon}`, so its gradient is some hundred times larger than before and it comes back with a large
+  norm: sets of zeroed filters change from epoch to epoch until the learning rate has fallen.
+- *folded*, ours: a filter is the one that the network computes, with its batch norm folded in,
+  :math:`\gamma w / \sigma`, and it is the norm's row, :math:`\gamma` and its shift, that is zeroed. The gradient stays
+  what it was, filters return seldom, and the zeroed network is the cut one. For a ReLU to let the gradient through,
+  "zero" is a millionth of what it was.
+- *uniform*: what stands under this method's name in the paper's CIFAR rows, no soft training but one cut of a trained
+  network, by the norms of its weights.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from slimstart.baselines.pruning import Trained, filter_norms, filter_rows, keep
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget
 
-ZERO = 1e-6
+ALMOST_ZERO = 1e-6
 
 
 def choose(trained: Trained) -> Tensor:
     """The mask of the filters that stay."""
-    if trained.protocol == "uniform":
-        return keep_share(filter_norms(trained.model, trained.graph, p=2), trained.graph, trained.budget)
-    return mask(trained.model, trained.graph, trained.budget)
+    return mask(trained.model, trained.graph, trained.budget, trained.protocol)
 
 
-def mask(model: nn.Module, graph: ChannelGraph, budget: BoundBudget) -> Tensor:
+def mask(model: nn.Module, graph: ChannelGraph, budget: BoundBudget, protocol: str) -> Tensor:
     """Of the filters that are not zeroed: those of largest norm, the same share of every group."""
-    return keep_share(folded_norms(model, graph), graph, budget)
+    norms = folded_norms(model, graph) if protocol == "folded" else filter_norms(model, graph, p=2)
+    return keep_share(norms, graph, budget)
 
 
 def folded_norms(model: nn.Module, graph: ChannelGraph) -> Tensor:
-    """(U,) float64: the 2-norm of a unit's filters, with the norms of their batch norm's scales as a factor."""
+    """(U,) float64: the 2-norm of a unit's filters, times that of the scales by which batch norm multiplies them."""
     squares = torch.zeros(graph.num_units, dtype=torch.float64)
     for norm, units in _rows(model, graph):
         variance = torch.ones_like(norm.weight) if norm.running_var is None else norm.running_var + norm.eps
@@ -50,19 +49,22 @@ def folded_norms(model: nn.Module, graph: ChannelGraph) -> Tensor:
 
 
 @torch.no_grad()
-def zero_(model: nn.Module, graph: ChannelGraph, kept: Tensor) -> None:
+def zero_(model: nn.Module, graph: ChannelGraph, kept: Tensor, protocol: str) -> None:
     """Zero the filters of all other units, in place."""
-    for norm, units in _rows(model, graph):
-        for row in (norm.weight, norm.bias):
-            row.mul_(_factors(kept, units).to(row))
+    weights = kept
+    if protocol == "folded":
+        weights = kept | _has_norm(model, graph)
+        for norm, units in _rows(model, graph):
+            for row in (norm.weight, norm.bias):
+                row.mul_(_factors(kept, units, ALMOST_ZERO).to(row))
     for layer, rows in filter_rows(model, graph):
-        factors = _factors(kept | _has_norm(model, graph), graph.filters[layer])
+        factors = _factors(weights, graph.filters[layer], 0.0)
         rows.mul_(factors.view(-1, *[1] * (rows.dim() - 1)).to(rows))
 
 
-def _factors(kept: Tensor, units: Tensor) -> Tensor:
+def _factors(kept: Tensor, units: Tensor, zero: float) -> Tensor:
     """By which rows of these units are multiplied; the unit -1 is always there."""
-    return torch.where(torch.cat([kept, kept.new_ones(1)])[units], 1.0, ZERO)
+    return torch.where(torch.cat([kept, kept.new_ones(1)])[units], 1.0, zero)
 
 
 def _rows(model: nn.Module, graph: ChannelGraph) -> list[tuple[_BatchNorm, Tensor]]:

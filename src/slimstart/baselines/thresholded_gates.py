@@ -66,7 +66,7 @@ class Cutoff(Tables):
             masks = self._table.at_least_one(rank < tried[:, None])
             fits = self._budget.expected(masks) <= self._limit
             length = tried[fits[1:].long().cumprod(0).sum(0, keepdim=True)]  # the first fits, as it did before
-        nothing = scores.new_full((1,), -math.inf)
+        nothing = scores.new_full((1,), torch.finfo(scores.dtype).min)  # finite: a checkpoint holds it
         common = torch.cat([leaders[order], nothing])[length.clamp(max=rank.numel())]
         second = torch.cat([scores[by_group], nothing])[self._second]
         return self._table.at_least_one(rank < length), torch.minimum(common, second)[self._group]

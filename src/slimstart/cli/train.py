@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from slimstart.cli.options import RecipeName, chosen, given, where, with_trainin
 from slimstart.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slimstart.ranks import Ranks
     from slimstart.recipes.recipe import Recipe
     from slimstart.recipes.runs import Run
     from slimstart.recipes.surroundings import Place
@@ -36,48 +38,78 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out; start it, if there is none.")
     ] = False,
+    batch_norm: Annotated[
+        str, typer.Option(help="With several ranks: synchronised, as on one, or per-rank, which is faster.")
+    ] = "synchronised",
+    rank_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a rank that does not answer counts as lost.")
+    ] = 600.0,
     **options: Any,
 ) -> None:
     """Train a network, and keep everything about the run in one folder.
 
-    A recipe says what is trained; any of its settings can be given here too. Ctrl-C saves and stops.
+    A recipe says what is trained; any of its settings can be given here too. Ctrl-C saves and stops. With several
+    processes: torchrun --nproc-per-node 8 -m slimstart train --out FOLDER ...; each takes its share of every batch.
     """
+    from slimstart.integrations.distributed import joined, own_device, restarted, started_by_torchrun
+
+    place = dataclasses.replace(where(**options), batch_norm=batch_norm)
+    if resume and out is None:
+        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    if started_by_torchrun():
+        if out is None:
+            raise ConfigError("several ranks need --out, the folder of the run, so that all know it")
+        place = dataclasses.replace(place, device=own_device(place.device))
+    resume = resume or (restarted() and out is not None)
+    with joined(rank_timeout) as ranks:
+        if ranks.rank > 0:
+            console.quiet = True
+        _train(recipe, out, resume, given(options), place, ranks)
+
+
+def _train(name: str | None, out: Path | None, resume: bool, asked: dict[str, Any], place: Place, ranks: Ranks) -> None:
+    """Train in a folder that is this program's alone; of several ranks, the first one looks after it."""
     from slimstart import records
     from slimstart.recipes.program import Program
     from slimstart.recipes.runs import Run
     from slimstart.recipes.watching import Interrupted
 
-    asked, place = given(options), where(**options)
-    if resume and out is None:
-        raise ConfigError("--resume needs --out, the folder of the run to go on with")
-    run = Run(out) if out is not None else _new_run(recipe, chosen(recipe, asked))
-    with run.locked():
-        going_on = resume and run.exists
-        if going_on:
-            settings = run.recipe(asked.get("model"))
-            _refuse_changes(settings, asked, recipe)
-        else:
-            settings = chosen(recipe, asked)
-            run.refuse_existing()
-        if run.finished:
+    run = Run(out) if out is not None else _new_run(name, chosen(name, asked))
+    with contextlib.ExitStack() as stack:
+        ranks.first(lambda: stack.enter_context(run.locked()))
+        settings, going_on, finished = ranks.first(lambda: _opened(run, name, resume, asked))
+        if finished:
             console.print(f"{run.folder} is finished already", markup=False)
-            record = records.read(run.record)
+            record = ranks.first(lambda: records.read(run.record))
         else:
             display = TrainingDisplay(settings.total_epochs)
             try:
                 with display:
-                    program = Program(settings, run, place, display)
+                    program = Program(settings, run, place, display, ranks)
                     if not going_on:  # only now: whatever can be refused has been
-                        run.create(settings)
+                        ranks.first(lambda: run.create(settings))
                     what = f"training {settings.model} on {settings.data} ({settings.method}) in {run.folder}"
-                    console.print(what, markup=False)
+                    console.print(what + (f" on {ranks.size} ranks" if ranks.size > 1 else ""), markup=False)
                     with display.stoppable():
                         record = program.train()
             except Interrupted:
                 console.print(f"saved; to go on: {_resume_command(run, asked, place)}", markup=False, soft_wrap=True)
                 raise typer.Exit(130) from None
-        show_records([record])
-        write_report([record], run.report)
+        if ranks.rank == 0:
+            show_records([record])
+            write_report([record], run.report)
+
+
+def _opened(run: Run, name: str | None, resume: bool, asked: dict[str, Any]) -> tuple[Recipe, bool, bool]:
+    """The recipe of a run, whether it goes on, and whether there is nothing left to do."""
+    going_on = resume and run.exists
+    if going_on:
+        settings = run.recipe(asked.get("model"))
+        _refuse_changes(settings, asked, name)
+    else:
+        settings = chosen(name, asked)
+        run.refuse_existing()
+    return settings, going_on, run.finished
 
 
 def _resume_command(run: Run, asked: dict[str, Any], place: Place) -> str:

@@ -5,7 +5,7 @@ without extraction, pickles without execution, downloads that go on where they b
 batches lives elsewhere. Open `batches.py` first; `arrays.py` is the loader for everything that fits in memory.
 """
 
-from slimstart.data.batches import Batches, ImageData
+from slimstart.data.batches import WHOLE, Batches, ImageData, Share
 from slimstart.data.catalogue import NAMES, load
 
-__all__ = ["NAMES", "Batches", "ImageData", "load"]
+__all__ = ["NAMES", "WHOLE", "Batches", "ImageData", "Share", "load"]

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from slimstart.data.batches import (
     TEST_BATCHES,
+    WHOLE,
     ImageData,
     Normalise,
+    Share,
     digest_of,
     generator,
     hold_out,
@@ -44,7 +46,9 @@ class ArraySet:
     std: tuple[float, ...]
     padding: int
 
-    def batches(self, *, batch_size: int, seed: int, device: torch.device, validation: int) -> ImageData:
+    def batches(
+        self, *, batch_size: int, seed: int, device: torch.device, validation: int, share: Share = WHOLE
+    ) -> ImageData:
         """Both parts on the device; with `validation`, the held-out images take the place of the test images."""
         images, labels = self.train
         kept, held = hold_out(len(images), validation)
@@ -55,8 +59,8 @@ class ArraySet:
             name=self.name,
             num_classes=self.num_classes,
             image_shape=(images.shape[1], images.shape[2], images.shape[3]),
-            train=Augmented(*train, batch_size, normalise, self.padding, seed, device),
-            test=InOrder(*test, TEST_BATCHES * batch_size, normalise, device),
+            train=Augmented(*train, batch_size, normalise, self.padding, seed, device, share),
+            test=InOrder(*test, TEST_BATCHES * batch_size, normalise, device, share),
             digest=digest_of(train[1].numpy(), test[1].numpy()),
         )
 
@@ -117,9 +121,15 @@ class InOrder:
     """All images, in order and as they are; the same in every epoch."""
 
     def __init__(
-        self, images: Tensor, labels: Tensor, batch_size: int, normalise: Normalise, device: torch.device
+        self,
+        images: Tensor,
+        labels: Tensor,
+        batch_size: int,
+        normalise: Normalise,
+        device: torch.device,
+        share: Share = WHOLE,
     ) -> None:
-        self.num_images = len(images)
+        self.num_images, self._share = len(images), share
         self.batch_size = min(batch_size, self.num_images)
         self._images, self._labels = images.to(device), labels.to(device)
         self._normalise = normalise
@@ -128,7 +138,8 @@ class InOrder:
         return -(-self.num_images // self.batch_size)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        slices = (slice(i * self.batch_size, (i + 1) * self.batch_size) for i in indices_from(start, len(self)))
+        starts = (i * self.batch_size for i in indices_from(start, len(self)))
+        slices = (self._share.of(i, min(i + self.batch_size, self.num_images)) for i in starts)
         return ((self._normalise(self._images[one]), self._labels[one]) for one in slices)
 
 
@@ -144,10 +155,12 @@ class Augmented:
         padding: int,
         seed: int,
         device: torch.device,
+        share: Share = WHOLE,
     ) -> None:
         self.num_images = len(images)
         self.batch_size = batch_size
-        self._num_batches = num_full_batches(self.num_images, batch_size)
+        self._num_batches = num_full_batches(self.num_images, batch_size, share)
+        self._part = share.of(0, batch_size)
         self._num_shifts = 2 * padding + 1
         self._seed, self._device, self._normalise = seed, device, normalise
         # On a GPU it is the launches that take the time: those of several batches take no longer than those of one.
@@ -166,16 +179,19 @@ class Augmented:
     def _batches(self, left: range, plan: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for first in left[:: self._at_once]:
             end = min(first + self._at_once, left.stop)
-            images, labels = self._batch(*plan[:, first * self.batch_size : end * self.batch_size])
-            yield from zip(images.split(self.batch_size), labels.split(self.batch_size), strict=True)
+            images, labels = self._batch(*plan[:, first:end].flatten(1))
+            size = plan.shape[2]
+            yield from zip(images.split(size), labels.split(size), strict=True)
 
     def _draw(self, epoch: int) -> Tensor:
-        """Which image, top, left and flip, for each position of an epoch: int64 (4, N), on the device."""
+        """Which image, top, left and flip, for each position of each batch: int64 (4, batches, B), on the device."""
         random = generator(self._seed, epoch)
         order = random.permutation(self.num_images)
         shifts = random.integers(self._num_shifts, size=(2, self.num_images))
         flips = random.integers(2, size=(1, self.num_images))
-        plan = torch.from_numpy(np.concatenate([order[None], shifts, flips]))
+        rows = torch.from_numpy(np.concatenate([order[None], shifts, flips]))
+        in_batches = rows[:, : len(self) * self.batch_size].unflatten(1, (len(self), self.batch_size))
+        plan: Tensor = in_batches[:, :, self._part].contiguous()
         # From pinned memory the copy is queued like a kernel; otherwise the host would wait for the device.
         return plan.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else plan
 

@@ -22,8 +22,31 @@ from slimstart.errors import ConfigError
 TEST_BATCHES = 4
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which examples of every batch one of several processes takes: the `rank`-th of `size` parts, as even as can be.
+
+    All processes have the same batches, one after the other, and each makes only its own part of them.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"`rank` is {self.rank}; it must be from 0 to {self.size - 1}, of {self.size}")
+
+    def of(self, start: int, end: int) -> slice:
+        """This part of the batch that begins at `start` and ends before `end`."""
+        length = end - start
+        return slice(start + length * self.rank // self.size, start + length * (self.rank + 1) // self.size)
+
+
+WHOLE = Share()
+
+
 class Batches(Protocol):
-    """The batches of one part of a data set."""
+    """The batches of one part of a data set; sizes are those of whole batches, whoever takes a share of them."""
 
     @property
     def num_images(self) -> int: ...
@@ -81,10 +104,12 @@ def hold_out(num_images: int, num_held: int) -> tuple[Tensor, Tensor]:
     return order[num_held:].sort().values, order[:num_held].sort().values
 
 
-def num_full_batches(num_images: int, batch_size: int) -> int:
+def num_full_batches(num_images: int, batch_size: int, share: Share = WHOLE) -> int:
     """Batches per epoch of training, without the last short one."""
     if not 1 <= batch_size <= num_images:
         raise ConfigError(f"`batch_size` is {batch_size}; it must be from 1 to {num_images:,}, the images for training")
+    if batch_size < share.size:
+        raise ConfigError(f"`batch_size` is {batch_size}; each of {share.size} processes needs an image of every batch")
     return num_images // batch_size
 
 

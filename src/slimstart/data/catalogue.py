@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from slimstart.data import cifar, fashion, image_folder, tiny_imagenet
-from slimstart.data.batches import ImageData
+from slimstart.data.batches import WHOLE, ImageData, Share
 from slimstart.errors import ConfigError
 
 NAMES = ("fashion", "cifar10", "cifar100", "tiny_imagenet16", "image_folder")
@@ -27,6 +27,7 @@ def load(
     num_workers: int = 0,
     download: bool = True,
     progress: Callable[[int, int | None], None] | None = None,
+    share: Share = WHOLE,
 ) -> ImageData:
     """Load a data set; its batches come on `device`.
 
@@ -42,6 +43,8 @@ def load(
         image_size: side of the images of an `image_folder`, 224 if not given. The other sets have their own.
         num_workers: processes that decode an `image_folder`; 0 decodes in this one. The others need none.
         download: fetch CIFAR into `data_dir` if it is not there.
+        share: of every batch that this process takes, of several that train together; `batch_size` is that of the
+            whole.
         progress: called with the bytes that are there and those there will be (None if the server does not say).
 
     Raises:
@@ -63,6 +66,7 @@ def load(
             validation=validation,
             image_size=image_folder.IMAGE_SIZE if image_size is None else image_size,
             num_workers=num_workers,
+            share=share,
         )
     if name == "fashion":
         arrays = fashion.read()
@@ -73,4 +77,4 @@ def load(
     side = arrays.train[0].shape[-1]
     if image_size not in (None, side):
         raise ConfigError(f"`image_size` is {image_size}; {name} has images of {side} x {side}, and only those")
-    return arrays.batches(batch_size=batch_size, seed=seed, device=device, validation=validation)
+    return arrays.batches(batch_size=batch_size, seed=seed, device=device, validation=validation, share=share)

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from slimstart.data.batches import (
+    WHOLE,
     ImageData,
     Normalise,
+    Share,
     digest_of,
     generator,
     hold_out,
@@ -49,6 +51,7 @@ def load(
     validation: int,
     image_size: int,
     num_workers: int,
+    share: Share = WHOLE,
 ) -> ImageData:
     """Find the images in `folder`; none is opened yet.
 
@@ -71,8 +74,8 @@ def load(
         name="image_folder",
         num_classes=len(classes),
         image_shape=(3, image_size, image_size),
-        train=FolderBatches(train, batch_size, image_size, device, num_workers, seed),
-        test=FolderBatches(test, batch_size, image_size, device, num_workers, None),
+        train=FolderBatches(train, batch_size, image_size, device, num_workers, seed, share),
+        test=FolderBatches(test, batch_size, image_size, device, num_workers, None, share),
         digest=digest_of(train.names, test.names),  # which begin with those of the classes
     )
 
@@ -118,13 +121,14 @@ class FolderBatches:
         device: torch.device,
         num_workers: int,
         seed: int | None,
+        share: Share = WHOLE,
     ) -> None:
-        self.num_images = len(files.labels)
+        self.num_images, self._share = len(files.labels), share
         self.batch_size = batch_size
         if seed is None:
             self._num_batches = math.ceil(self.num_images / batch_size)
         else:
-            self._num_batches = num_full_batches(self.num_images, batch_size)
+            self._num_batches = num_full_batches(self.num_images, batch_size, share)
         self._files, self._image_size, self._seed = files, image_size, seed
         self._device, self._num_workers = device, num_workers
         self._normalise = Normalise(MEAN, STD, device)
@@ -134,13 +138,13 @@ class FolderBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         left = indices_from(start, len(self))
-        order = np.arange(self.num_images)
+        starts, order = (i * self.batch_size for i in left), np.arange(self.num_images)
         if self._seed is not None:
             order = generator(self._seed, number).permutation(order)
         loader = DataLoader(
             _Decoded(self._files, self._image_size, None if self._seed is None else (self._seed, number)),
             batch_size=None,  # an item is a whole batch
-            sampler=[order[i * self.batch_size : (i + 1) * self.batch_size] for i in left],
+            sampler=[order[self._share.of(i, min(i + self.batch_size, self.num_images))] for i in starts],
             num_workers=self._num_workers,
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # without one of its own it would draw from the global one

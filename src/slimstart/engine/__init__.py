@@ -4,7 +4,8 @@
 captures it in CUDA graphs (`captured.py`, by `capture.py`), with fewer and larger kernels (`fusion.py`, made of
 `chains.py`, `casting.py` and `counting.py`); `backward.py` is what follows a forward, with what optimizers need to be
 captured in `optimizers.py`. `search.py` learns, draws and exchanges networks, on the host or on the device. `plain.py`
-trains an ordinary network on the same engine.
+trains an ordinary network on the same engine. `wrapping.py` and `together.py` are for several ranks: what stands around
+a network, and who runs which reference.
 """
 
 from slimstart.engine.assembly import Assembly, assemble

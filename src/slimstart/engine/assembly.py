@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from slimstart.engine.graphs import Steps
 from slimstart.engine.search import DeviceSearch, Search
 from slimstart.graph import ChannelGraph
 from slimstart.structure import DevicePolicy, Policy
-from slimstart.subnet import Networks, SlotNetworks
+from slimstart.subnet import Networks, ResidentNetworks, ResidentSlotNetworks, SlotNetworks
 
 ALIGN = 8  # of networks in static slots, where nobody has said otherwise
 
@@ -50,31 +52,56 @@ def assemble(
     backward: Backward,
     engine: str,
     align: int | None,
+    device: torch.device | None = None,
 ) -> Assembly:
     """Put a search together, and begin it; arguments as for `SparseTraining`.
+
+    Args:
+        device: for the narrow networks, where the dense model is to stay on the host.
 
     Raises:
         ValueError: this engine cannot be had.
     """
-    device = next(model.parameters()).device
-    chosen, reason = choose(engine, optimizer, device)
+    place = device or next(model.parameters()).device
+    with _as_if_on(place, optimizer) if device is not None else nullcontext():
+        chosen, reason = choose(engine, optimizer, place)
     if chosen == "graphs" and align == 1:
         if engine == "graphs":
             raise ValueError("`engine` is 'graphs' and `align` 1: without room to spare, shapes change at every draw")
         chosen, reason = "eager", "`align` is 1, so shapes change at every draw"
     align = align or (ALIGN if chosen == "graphs" else 1)
     steps: Steps | None = None
+    networks: Networks
     if align == 1:
-        networks = Networks(model, optimizer, graph)
+        networks = (
+            Networks(model, optimizer, graph) if device is None else ResidentNetworks(model, optimizer, graph, device)
+        )
         search = Search(policy, networks)
     else:
         spread = getattr(policy, "spread", 4.0)  # a policy of the user's need not know how far its draws go
-        networks = slots = SlotNetworks(model, optimizer, graph, align, spread)
+        networks = slots = (
+            SlotNetworks(model, optimizer, graph, align, spread)
+            if device is None
+            else ResidentSlotNetworks(model, optimizer, graph, align, spread, device)
+        )
         search = Search(policy, networks)
         if chosen == "graphs":
-            losses = torch.zeros(policy.num_masks, dtype=torch.float64, device=device)
+            losses = torch.zeros(policy.num_masks, dtype=torch.float64, device=place)
             steps = Steps(slots, backward, losses)
             if isinstance(policy, DevicePolicy) and policy.capturable:
                 search = DeviceSearch(policy, slots, losses, steps.ok, steps.side)
     search.begin()
     return Assembly(chosen, networks, search, steps, reason)
+
+
+@contextmanager
+def _as_if_on(device: torch.device, optimizer: Optimizer) -> Iterator[None]:
+    """The optimizer's groups hold stand-ins on the device, while it is asked what it can do there."""
+    held = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [nn.Parameter(p.detach().new_empty(0, device=device), False) for p in group["params"]]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = params

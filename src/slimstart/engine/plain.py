@@ -18,13 +18,14 @@ from slimstart.engine.eager import LossFunction, not_finite
 from slimstart.engine.graphs import Steps
 from slimstart.engine.optimizers import fuse as fuse_optimizer
 from slimstart.engine.optimizers import unfuse
+from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 
 
 class PlainTraining:
     """Steps of one network; on a GPU as CUDA graphs.
 
     Args:
-        net: changed in place.
+        net: changed in place. `DistributedDataParallel` makes several ranks train as one, by eager steps.
         optimizer: over its parameters.
         engine: "eager", "graphs", or "auto": graphs on a GPU.
         max_grad_norm: the norm of all gradients together is clipped at this.
@@ -35,6 +36,7 @@ class PlainTraining:
     Attributes:
         engine: "eager" or "graphs".
         num_steps: taken so far.
+        num_examples: of the last step, over all ranks.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class PlainTraining:
         fuse: bool = True,
         also: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.net, self.num_steps = net, 0
+        self.net, self.num_steps, self.num_examples = net, 0, 0.0
+        self.ranks = ranks_of(net)
+        self.ranks.broadcast_([*net.parameters(), *net.buffers()])
         self._backward = Backward(optimizer, max_grad_norm, scaler, also)
         device = next(net.parameters()).device
-        self.engine, self._reason = choose(engine, optimizer, device)
+        self.engine, self._reason = choose(engine if self.ranks.size == 1 else "eager", optimizer, device)
         self._steps: Steps | None = None
         if self.engine == "eager":
             optimizer.register_load_state_dict_post_hook(unfuse)
@@ -80,13 +84,21 @@ class PlainTraining:
                 raise not_finite("loss", float("nan"), self.num_steps, "weights are")
             kind = self._steps.find(loss_fn, batch)
         self.num_steps += 1
+        self.num_examples = num_examples(batch)
         if self._steps is None or kind is None:
-            loss = loss_fn(self.net, *batch)
-            self._backward(loss)
-            return loss.detach()
+            return self._step_eagerly(loss_fn, batch)
         kind.load(batch)
         self._steps.launch(kind)
         return kind.loss()
+
+    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
+        with reporting():
+            loss = loss_fn(self.net, *batch)
+            statistics = running_statistics(self.net) if self.ranks.size > 1 else ()
+            found = self.ranks.average([loss], self.num_examples, statistics)
+            self._backward(loss if found.weight == 1 else found.weight * loss)
+        self.num_examples = found.num_examples
+        return found.losses[0].detach()
 
 
 class _Subject:

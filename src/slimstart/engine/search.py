@@ -44,6 +44,7 @@ class Search:
         if bool(losses.isfinite().all()):  # otherwise whoever computed them will say so
             self.policy.update(losses)
         self.pending = self.policy.draw()
+        self.networks.prepare(self.pending)
 
     def end(self) -> None:
         """There will be no other draw."""
@@ -53,8 +54,7 @@ class Search:
         """Become the networks of the next draw."""
         masks = self.policy.draw() if self.pending is None else self.pending
         self._num_draws += 1
-        self.networks.store()
-        self.networks.enter(masks, self.policy.keep_probs, look=self._num_draws % LOOK_EVERY == 0)
+        self.networks.exchange(masks, self.policy.keep_probs, look=self._num_draws % LOOK_EVERY == 0)
         self.pending = None
 
 
@@ -93,6 +93,8 @@ class DeviceSearch(Search):
             self._losses.copy_(losses)
             self.networks.refresh()
         self._launch(self._graphs.learn)
+        with torch.cuda.stream(self._stream):
+            self.networks.prefetch()
         if torch.cuda.current_stream() != self._stream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -106,7 +108,8 @@ class DeviceSearch(Search):
         self._waiting = False
         self._num_draws += 1
         if bool(self._fits) and self._num_draws % LOOK_EVERY:
-            self._graphs.move()
+            with self.networks.crossing():
+                self._graphs.move()
         else:
             self.networks.store()
             self.networks.enter(self.networks.proposed_masks.clone(), self.policy.keep_probs)
@@ -138,7 +141,7 @@ class DeviceSearch(Search):
                 version=self.networks.version,
                 learn=Graphed(self._learn, warm=warm),
                 draw=Graphed(self._draw),
-                move=Graphed(self._move, warm=warm),
+                move=Graphed(self.networks.move, warm=warm),
             )
         return self._made
 
@@ -149,10 +152,6 @@ class DeviceSearch(Search):
     def _draw(self) -> None:
         self.networks.propose(self.policy.draw_with(self._numbers))
         self._fits.copy_(self.networks.proposed.fits, non_blocking=True)
-
-    def _move(self) -> None:
-        self.networks.leave()
-        self.networks.accept()
 
     @property
     def pending(self) -> Tensor | None:

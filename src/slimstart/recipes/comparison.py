@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from slimstart import records
-from slimstart.baselines import PRUNERS
+from slimstart.baselines import PRUNERS, RELAXATIONS
 from slimstart.errors import BudgetError, ConfigError, NonFiniteLossError, TraceError
 from slimstart.recipes import surroundings
 from slimstart.recipes.program import Program
@@ -160,6 +160,8 @@ def _trial(
     own = {name: value for name, value in retraining.items() if name != "finetune_epochs"}
     if entrant.method not in PRUNERS:
         own["rounds"] = 1
+    if entrant.method == "grow-efficient" or entrant.variant in RELAXATIONS:  # what was chosen for ours is not theirs
+        own |= {"structure_lr": None, "settle_at": 1.0}
     limit = None if entrant.method == "dense" else budget
     try:
         recipe = merged(recipe, {**entrant.changes, **epochs, **own, "budget": limit, "seed": seed})

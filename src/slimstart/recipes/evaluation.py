@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from slimstart.accounting.flops import evaluating
 from slimstart.data import ImageData
+from slimstart.ranks import ALONE, Ranks
 
 
 def logits_of(network: nn.Module, images: Tensor, precision: str) -> Tensor:
@@ -18,13 +19,16 @@ def logits_of(network: nn.Module, images: Tensor, precision: str) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(network: nn.Module, data: ImageData, precision: str) -> tuple[float, float]:
-    """Mean loss and top-1 accuracy, in percent, of a network on the test images."""
+def evaluate(network: nn.Module, data: ImageData, precision: str, ranks: Ranks = ALONE) -> tuple[float, float]:
+    """Mean loss and top-1 accuracy, in percent, of a network on the test images; each rank looks at its share."""
     loss: Tensor | float = 0.0
     correct: Tensor | int = 0
     with evaluating(network):
         for images, labels in data.test.epoch(0):
+            if not len(labels):  # the last batch may have fewer images than there are ranks
+                continue
             logits = logits_of(network, images, precision)
             loss = loss + F.cross_entropy(logits, labels, reduction="sum").double()
             correct = correct + (logits.argmax(1) == labels).sum()
-    return float(loss) / data.test.num_images, 100 * int(correct) / data.test.num_images
+    total, hits = ranks.total(torch.tensor([float(loss), int(correct)], dtype=torch.float64)).tolist()
+    return total / data.test.num_images, 100 * hits / data.test.num_images

@@ -22,10 +22,12 @@ _SCALARS = {
 
 
 class Events:
-    """Writes into a folder; events of epochs from `first_step` on, left by a run that was killed, are dropped."""
+    """Writes into a folder, or nowhere; events of epochs from `first_step` on, left by a killed run, are dropped."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path | None, first_step: int) -> None:
         self._writer: Any = None
+        if folder is None:
+            return
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:

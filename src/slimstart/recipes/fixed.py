@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from slimstart.accounting import flops
 from slimstart.accounting.train_cost import Ledger, first_layers, formula_flops
 from slimstart.engine import PlainTraining
+from slimstart.engine.wrapping import Wrap
 from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph
 from slimstart.recipes.method import Batch, Loss, sgd
@@ -25,6 +26,7 @@ class Stage:
 
     Args:
         wrapped: what runs in place of the network, if it is not run as it is.
+        wrap: as for `SparseTraining`.
         also: as for `PlainTraining`.
     """
 
@@ -36,17 +38,23 @@ class Stage:
         engine: str,
         wrapped: nn.Module | None = None,
         also: Callable[[Tensor], None] | None = None,
+        wrap: Wrap | None = None,
     ) -> None:
         self.network, self.optimizer = network, sgd(recipe, network)
-        self._training = PlainTraining(wrapped or network, self.optimizer, engine=engine, also=also)
-        self.engine = self._training.engine
+        runs = wrapped or network
+        self._training = PlainTraining(runs if wrap is None else wrap(runs), self.optimizer, engine=engine, also=also)
         self.flops = flops(network, example)
         self._input_gradient = first_layers(network, example).input_gradient()
+
+    @property
+    def engine(self) -> str:
+        """Also "eager" where a step could not be captured."""
+        return self._training.engine if self._training.reason is None else "eager"
 
     def step(self, loss_fn: Callable[..., Tensor], images: Tensor, labels: Tensor, ledger: Ledger) -> Tensor:
         """One step, entered into the ledger."""
         loss = self._training.step(loss_fn, images, labels)
-        ledger.step(len(images), self.flops, self._input_gradient)
+        ledger.step(round(self._training.num_examples), self.flops, self._input_gradient)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,10 +98,16 @@ class Fixed(Staged):
     expected_cost = None
 
     def __init__(
-        self, recipe: Recipe, graph: ChannelGraph, network: nn.Module, example: Tensor, engine: str = "auto"
+        self,
+        recipe: Recipe,
+        graph: ChannelGraph,
+        network: nn.Module,
+        example: Tensor,
+        engine: str = "auto",
+        wrap: Wrap | None = None,
     ) -> None:
         self.graph, self.loss_fn, self.ledger = graph, Loss(recipe), Ledger()
-        self._stage = Stage(recipe, network, example, engine)
+        self._stage = Stage(recipe, network, example, engine, wrap=wrap)
         self.formula_flops = formula_flops(self.flops, self.flops)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from slimstart.baselines import PRUNERS, narrow, random_structure
 from slimstart.baselines.relaxations import RELAXATIONS
+from slimstart.engine.wrapping import Wrap
+from slimstart.errors import ConfigError
 from slimstart.graph import trace
 from slimstart.recipes.fixed import Fixed
 from slimstart.recipes.method import Batch, Loss, Method, alignment, sgd
@@ -25,18 +27,30 @@ __all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "a
 
 
 def make_method(
-    recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int, engine: str = "auto"
+    recipe: Recipe,
+    model: nn.Module,
+    example: Tensor,
+    steps_per_epoch: int,
+    engine: str = "auto",
+    wrap: Wrap | None = None,
 ) -> Method:
     """The method that a recipe names, around a freshly initialised dense model.
 
     Args:
         example: one image, as a batch.
-        engine: as for `SparseTraining`.
+        engine, wrap: as for `SparseTraining`.
+
+    Raises:
+        ConfigError: the method cannot do with `wrap`: it trains one network after the other, or gates beside one.
     """
-    if recipe.method == "grow-efficient" or (recipe.method == "slimstart" and recipe.estimator in RELAXATIONS):
+    relaxed = recipe.method == "grow-efficient" or (recipe.method == "slimstart" and recipe.estimator in RELAXATIONS)
+    if wrap is not None and (relaxed or recipe.method in PRUNERS):
+        name = recipe.method if recipe.method != "slimstart" else f"slimstart with the estimator {recipe.estimator}"
+        raise ConfigError(f"`method` is {name}, which trains on one rank; start it without torchrun")
+    if relaxed:
         return Relaxed(recipe, model, example, steps_per_epoch, engine)
     if recipe.method == "slimstart":
-        return Search(recipe, model, example, steps_per_epoch, engine)
+        return Search(recipe, model, example, steps_per_epoch, engine, wrap)
     if recipe.method in PRUNERS:
         return Pruned(recipe, model, example, engine)
     graph = trace(model, example, coupling="stream")
@@ -47,4 +61,4 @@ def make_method(
         network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))
     else:
         network = narrow(model, graph, budget, alignment(recipe, example.device, engine))
-    return Fixed(recipe, graph, network, example, engine)
+    return Fixed(recipe, graph, network, example, engine, wrap)

@@ -47,3 +47,12 @@ COMPARED: dict[tuple[str, str, str], Paper] = {
     ("resnet50", "image_folder", "provable"): Paper(75.2, 65.9, 70.0),
     ("resnet50", "image_folder", "grow-efficient"): Paper(75.2, 61.2, 50.3, 1.10),
 }
+
+# On CIFAR the rows of these are one cut to one share of all layers, whatever their authors did.
+ONE_SHOT = frozenset(("l1", "soft", "thinet"))
+
+
+def compared_with(model: str, data: str, method: str, protocol: str) -> Paper | None:
+    """The paper's row for a baseline that is run by this protocol; None where there is none."""
+    uniform = method in ONE_SHOT and data == "cifar10"
+    return COMPARED.get((model, data, method)) if not uniform or protocol == "uniform" else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from slimstart.errors import ConfigError
 from slimstart.recipes.originals import originals
-from slimstart.recipes.paper import COMPARED, Paper
+from slimstart.recipes.paper import Paper, compared_with
 from slimstart.recipes.recipe import Recipe, merged
 
 CIFAR = Recipe(
@@ -104,7 +104,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 PRESETS |= {
-    name: Preset(recipe, about, COMPARED.get((recipe.model, recipe.data, recipe.method)))
+    name: Preset(recipe, about, compared_with(recipe.model, recipe.data, recipe.method, recipe.protocol))
     for name, about, recipe in originals()
 }
 

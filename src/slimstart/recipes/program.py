@@ -5,6 +5,9 @@
 
 Everything that the next step depends on is in the checkpoint or a pure function of the step (batches, learning rate),
 so a run that was killed goes on bit for bit where its last checkpoint was taken; on the CPU, that is.
+
+Several ranks run the same program, each on its share of every batch. They stay alike; only rank 0 reads and writes the
+folder, and what it reads goes to all.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,7 +26,10 @@ from torch import Tensor, nn
 from slimstart import files, records
 from slimstart.accounting import flops
 from slimstart.accounting.train_cost import first_layers, formula_flops
+from slimstart.data import ImageData, Share
 from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
+from slimstart.integrations import data_parallel, synchronise_batch_norm
+from slimstart.ranks import ALONE, Ranks
 from slimstart.recipes import surroundings
 from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.events import Events
@@ -51,26 +57,38 @@ class Program:
         run: the folder, made by `Run.create`.
         place: where.
         watcher: a display.
+        ranks: the processes that train together; each has a program, and does the same with it.
 
     Raises:
         ConfigError, BudgetError, DataError, TraceError: before anything is trained.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, place: Place | None = None, watcher: Watcher | None = None) -> None:
-        self.recipe, self.run = recipe, run
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Run,
+        place: Place | None = None,
+        watcher: Watcher | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.recipe, self.run, self.ranks = recipe, run, ranks
         self.place, self.watcher = place or Place(), watcher or Unwatched()
         self.device = surroundings.find_device(self.place.device)
         surroundings.set_precision(recipe.precision)
-        self.data = surroundings.load_data(recipe, self.place, self.device, self.watcher.downloading)
+        self.data = self._load_data()
         self.steps_per_epoch = len(self.data.train)
         self.example = torch.zeros(1, *self.data.image_shape, device=self.device)
         torch.manual_seed(recipe.seed)
         model = self.make_model()
         self.dense_flops = flops(model, self.example)
         self.dense_params = sum(parameter.numel() for parameter in model.parameters())
+        self.dense_gradient_bytes = _gradient_bytes(model.parameters())
         saved = first_layers(model, self.example).input_gradient()
         self.dense_step_flops = recipe.batch_size * (3 * self.dense_flops - saved)
-        self.method = make_method(recipe, model, self.example, self.steps_per_epoch, self.place.engine)
+        wrap = data_parallel if ranks.size > 1 else None
+        self.method = make_method(recipe, model, self.example, self.steps_per_epoch, self.place.engine, wrap)
+        if ranks.rank > 0:  # ranks drop other activations than their neighbours
+            torch.manual_seed(recipe.seed + ranks.rank)
         self.progress = Progress()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._began = self._last_saved = self._last_shown = time.monotonic()
@@ -79,7 +97,20 @@ class Program:
         """The dense network, freshly initialised."""
         recipe, channels = self.recipe, self.data.image_shape[0]
         model = make_model(recipe.model, num_classes=self.data.num_classes, in_channels=channels, width=recipe.width)
+        if self.ranks.size > 1 and self.place.batch_norm == "synchronised":
+            model = synchronise_batch_norm(model)
         return surroundings.suited(model, self.device)
+
+    def _load_data(self) -> ImageData:
+        """This rank's share; rank 0 goes first, which may have to download."""
+        share = Share(self.ranks.rank, self.ranks.size)
+
+        def load() -> ImageData:
+            return surroundings.load_data(self.recipe, self.place, self.device, self.watcher.downloading, share)
+
+        own = load() if share.rank == 0 else None
+        self.ranks.barrier()
+        return own or load()
 
     # --- from the first step to the record ---------------------------------------------------------------------------
 
@@ -91,12 +122,13 @@ class Program:
             NonFiniteLossError, CheckpointError: the last good checkpoint is intact.
         """
         self.resume()
-        with Events(self.run.tensorboard, first_step=self.progress.epoch + 1) as events:
+        folder = self.run.tensorboard if self.ranks.rank == 0 else None
+        with Events(folder, first_step=self.progress.epoch + 1) as events:
             while self.progress.epoch < self.recipe.total_epochs:
                 self._train_epoch()
                 epoch = self._end_epoch()
                 events.write(epoch)
-                self.run.write_metrics(self.progress.history)
+                self.ranks.first(lambda: self.run.write_metrics(self.progress.history))
                 self.watcher.epoch(epoch)
                 self._began = time.monotonic()  # neither evaluation nor writing is training
                 self._save_if_due(stopping=self.watcher.stop_requested)
@@ -110,6 +142,9 @@ class Program:
         for images, labels in self.data.train.epoch(progress.epoch, start=progress.batch):
             self._set_learning_rate()
             progress.flops_sum += self.method.flops
+            if self.ranks.size > 1:
+                groups = self.method.optimizer.param_groups
+                progress.gradient_bytes += _gradient_bytes(p for group in groups for p in group["params"])
             loss = self.method.step(images, labels)
             self._loss_sum += loss
             progress.batch += 1
@@ -137,7 +172,8 @@ class Program:
         done = progress.epoch + 1
         loss = accuracy = None
         if done % recipe.eval_every == 0 or done == recipe.total_epochs:
-            loss, accuracy = evaluate(method.snapshot(self._calibration_batches()), self.data, recipe.precision)
+            network = method.snapshot(self._calibration_batches())
+            loss, accuracy = evaluate(network, self.data, recipe.precision, self.ranks)
             progress.accuracy = accuracy
         total = method.ledger.total
         images = self.steps_per_epoch * recipe.batch_size
@@ -167,14 +203,18 @@ class Program:
         self._began = time.monotonic()
         network = self.method.finish(self._calibration_batches())
         self._stop_the_clock()
-        loss, accuracy = evaluate(network, self.data, self.recipe.precision)
+        loss, accuracy = evaluate(network, self.data, self.recipe.precision, self.ranks)
         if not math.isfinite(loss):
             raise NonFiniteLossError(f"the finished network's loss on the test images is {loss}; lower --lr")
         self._note_memory()
-        files.save(network, self.run.network)
-        record = make_record(self, network, loss, accuracy, self._time_steps(network))
-        records.write(record, self.run.record)
-        return record
+
+        def write() -> records.Record:
+            files.save(network, self.run.network)
+            record = make_record(self, network, loss, accuracy, self._time_steps(network))
+            records.write(record, self.run.record)
+            return record
+
+        return self.ranks.first(write)
 
     def _calibration_batches(self) -> Iterator[Batch]:
         """Training batches that belong to no epoch of the training."""
@@ -182,6 +222,8 @@ class Program:
 
     def _time_steps(self, network: nn.Module) -> StepTimes | None:
         if not self.place.timing_rounds or self.watcher.stop_requested or not has_step_times(self.recipe):
+            return None
+        if self.ranks.size > 1:  # one rank alone cannot take a step
             return None
         batch = next(iter(self.data.train.epoch(0)))
         own, rounds = flops(network, self.example), self.place.timing_rounds
@@ -240,8 +282,10 @@ class Program:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save_if_due(self, stopping: bool) -> None:
-        """Save when it is time, or when the user wants to stop."""
-        if stopping or time.monotonic() - self._last_saved >= self.place.checkpoint_seconds:
+        """Save when it is time, or when the user wants to stop; all ranks do what one of them has to."""
+        due = time.monotonic() - self._last_saved >= self.place.checkpoint_seconds
+        stopping, due = self.ranks.any(stopping, due)
+        if stopping or due:
             self._stop_the_clock()
             self._save()
             self._began = self._last_saved = time.monotonic()
@@ -250,13 +294,17 @@ class Program:
 
     def _save(self) -> None:
         self.progress.loss_sum = self._check_finite()
+        self._note_memory()
+        random = self.ranks.gather(surroundings.random_state(self.device))
+        self.ranks.first(lambda: self._write_checkpoint(random))
+
+    def _write_checkpoint(self, random: Sequence[Mapping[str, Tensor]]) -> None:
         method = self.method.state_dict()
         if not _all_finite(method):
             raise NonFiniteLossError(
                 f"weights are not finite after batch {self.progress.batch} of epoch {self.progress.epoch + 1}; start "
                 f"anew with a lower --lr. The last good checkpoint is in {self.run.folder}"
             )
-        self._note_memory()
         step = self.progress.epoch * self.steps_per_epoch + self.progress.batch
         self.run.save(
             {
@@ -266,7 +314,7 @@ class Program:
                 "data": self.data.digest,
                 "method": method,
                 "progress": dataclasses.asdict(self.progress),
-                "random": surroundings.random_state(self.device),
+                "random": {**random[0], "others": random[1:]} if len(random) > 1 else random[0],
             },
             step,
         )
@@ -275,12 +323,12 @@ class Program:
         self.progress.peak_memory = max(self.progress.peak_memory, surroundings.peak_memory(self.device))
 
     def resume(self) -> None:
-        """Go to where the last checkpoint was taken, if there is one.
+        """Go to where the last checkpoint was taken, if there is one; the same for all ranks.
 
         Raises:
             CheckpointError, ConfigError: it cannot be read, or is of another run.
         """
-        state = self.run.latest()
+        state = self.ranks.first(self.run.latest)
         if state is None:
             return
         if not hasattr(state, "keys") or state.keys() != _KEYS or state["format"] != FORMAT:
@@ -292,8 +340,15 @@ class Program:
         self.method.load_state_dict(state["method"])
         self.progress = Progress.restored(state["progress"])
         self._loss_sum.fill_(self.progress.loss_sum)
-        surroundings.set_random_state(state["random"], self.device)
+        random = [state["random"], *state["random"].get("others", ())]
+        if self.ranks.rank < len(random):  # of a run that goes on with more ranks, the new ones have their own
+            surroundings.set_random_state(random[self.ranks.rank], self.device)
         self.watcher.resumed(self.progress.epoch + 1, self.progress.batch)
+
+
+def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """What ranks exchange in a step."""
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
 
 def _all_finite(state: Any) -> bool:

@@ -25,6 +25,7 @@ class Progress:
     train_flops: int = 0  # up to the beginning of this epoch
     accuracy: float | None = None
     peak_memory: int = 0
+    gradient_bytes: int = 0  # that ranks have exchanged, each, over all steps
     command: str = field(default_factory=surroundings.command)  # that began the run
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     history: list[records.Epoch] = field(default_factory=list)

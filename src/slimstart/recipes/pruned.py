@@ -43,7 +43,7 @@ class Pruned(Staged):
         self.graph = trace(model, example, coupling="stream")
         self._bound: BoundBudget = self._budget.bind(self.graph.costs)  # which refuses what cannot be
         self._fractions = ROUNDS.get(recipe.method, even_rounds)(self.graph, self._bound, recipe.rounds)
-        self._is_soft = recipe.method == "soft" and recipe.protocol == "original"
+        self._is_soft = recipe.method == "soft" and recipe.protocol != "uniform"
         self._loss_fn = Loss(recipe)
         self._penalty = recipe.penalty if recipe.method == "slimming" else 0.0
         if recipe.method == "slimming":
@@ -89,7 +89,9 @@ class Pruned(Staged):
         return self._stage.network
 
     def _soften_(self, network: nn.Module) -> None:
-        soft_filter.zero_(network, self.graph, soft_filter.mask(network, self.graph, self._bound))
+        protocol = self._recipe.protocol
+        kept = soft_filter.mask(network, self.graph, self._bound, protocol)
+        soft_filter.zero_(network, self.graph, kept, protocol)
 
     def _cut(self, batches: Iterable[Batch], number: int) -> None:
         """Cut the network as it stands: the `number`-th round, counted from 1."""

@@ -69,7 +69,9 @@ class Recipe:
     settle_at: float = _setting(1.0, "share of the epochs after which the structure is fixed")
     num_masks: int = _setting(10, "masks from which the structure is chosen, by loss on training batches")
     protocol: str = _setting(
-        "original", "of methods that cut a trained network: original, or uniform, one share of every layer in one cut"
+        "original",
+        "of methods that cut a trained network: original, uniform (one share of every layer in one cut), or, of soft "
+        "alone, folded (filters with their batch norm)",
     )
     rounds: int = _setting(1, "cuts of such a method, spread over the epochs of fine-tuning")
     penalty: float = _setting(1e-4, "of network slimming, on the scales of batch norm")
@@ -179,6 +181,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"`{name}` is {getattr(recipe, name)}; it must be in [0, 1]"
     if recipe.warmup_epochs >= recipe.epochs:
         yield f"`warmup_epochs` is {recipe.warmup_epochs}; it must be less than `epochs`, {recipe.epochs}"
+    if recipe.protocol == "folded" and recipe.method != "soft":
+        yield f"`protocol` is 'folded', which only the method soft has; {recipe.method} has original and uniform"
     if recipe.rounds > max(1, recipe.finetune_epochs):
         yield (
             f"`rounds` is {recipe.rounds}; each needs an epoch of fine-tuning, and `finetune_epochs` is "

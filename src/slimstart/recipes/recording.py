@@ -78,7 +78,21 @@ def make_record(
         history=tuple(progress.history),
         engine=program.method.engine,
         building_seconds=program.method.building_seconds,
+        **_exchanged(program),
     )
+
+
+def _exchanged(program: Program) -> dict[str, Any]:
+    if program.ranks.size == 1:
+        return {}
+    return {
+        "ranks": program.ranks.size,
+        "batch_norm": program.place.batch_norm,
+        "gradient_bytes": round(
+            program.progress.gradient_bytes / (program.recipe.total_epochs * program.steps_per_epoch)
+        ),
+        "dense_gradient_bytes": program.dense_gradient_bytes,
+    }
 
 
 def structure_of(keep_probs: Tensor | None, expected_cost: float | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slimstart.accounting import counting
 from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers, formula_flops
+from slimstart.engine.wrapping import Wrap
 from slimstart.errors import CheckpointError
 from slimstart.recipes.method import Batch, Loss, sgd
 from slimstart.recipes.recipe import Recipe
@@ -23,7 +24,13 @@ class Search:
     """Algorithm 1, then a fixed structure."""
 
     def __init__(
-        self, recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int, engine: str = "auto"
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        example: Tensor,
+        steps_per_epoch: int,
+        engine: str = "auto",
+        wrap: Wrap | None = None,
     ) -> None:
         self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
         self._search_epochs = recipe.search_epochs
@@ -42,6 +49,7 @@ class Search:
             align=recipe.align,
             engine=engine,
             seed=recipe.seed,
+            wrap=wrap,
         )
         self.graph, self.engine = self.sparse.graph, self.sparse.engine
         self.ledger = Ledger()
@@ -80,7 +88,7 @@ class Search:
         runs = self.sparse.executed
         input_gradient = self._first.input_gradient({**self._first.filters, **runs.num_filters})
         loss = self.sparse.step(self.loss_fn, images, labels)
-        self.ledger.step(len(images), runs.flops, input_gradient, sum(runs.reference_flops))
+        self.ledger.step(round(self.sparse.num_examples), runs.flops, input_gradient, sum(runs.reference_flops))
         return loss
 
     def begin_epoch(self, epoch: int, batches: Iterable[Batch]) -> None:
@@ -88,7 +96,7 @@ class Search:
             return
         with counting() as count:
             self.sparse.settle(batches, self.loss_fn, self.num_masks)
-        self.ledger.selection += count.total
+        self.ledger.selection += self._over_ranks(count.total)
 
     def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
         return self.sparse.snapshot(batches, self.loss_fn)
@@ -96,8 +104,12 @@ class Search:
     def finish(self, batches: Iterable[Batch]) -> nn.Module:
         with counting() as count:
             network = self.sparse.finish(batches, self.loss_fn, self.num_masks)
-        self.ledger.selection += count.total
+        self.ledger.selection += self._over_ranks(count.total)
         return network
+
+    def _over_ranks(self, flops: int) -> int:
+        """The sum of what each has executed."""
+        return sum(self.sparse.ranks.gather(flops))
 
     def state_dict(self) -> dict[str, Any]:
         return {"sparse": self.sparse.state_dict(), "ledger": asdict(self.ledger)}

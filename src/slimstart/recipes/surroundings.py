@@ -21,6 +21,8 @@ from slimstart.errors import ConfigError
 from slimstart.recipes.recipe import Recipe
 from slimstart.version import __version__
 
+BATCH_NORMS = ("synchronised", "per-rank")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -33,6 +35,7 @@ class Place:
     checkpoint_seconds: float = 60.0
     timing_rounds: int = 20  # 0: step times are not measured
     engine: str = "auto"  # "eager", "graphs", or what is best here
+    batch_norm: str = "synchronised"  # over ranks, as on one; "per-rank" is faster, and another training
 
     def __post_init__(self) -> None:
         for name in ("workers", "checkpoint_seconds", "timing_rounds"):
@@ -40,6 +43,8 @@ class Place:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; it must not be negative")
         if self.engine not in ENGINES:
             raise ConfigError(f"`engine` is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
+        if self.batch_norm not in BATCH_NORMS:
+            raise ConfigError(f"`batch_norm` is {self.batch_norm!r}; it must be one of {', '.join(BATCH_NORMS)}")
 
 
 def command() -> str:
@@ -68,9 +73,13 @@ def find_device(name: str) -> torch.device:
 
 
 def load_data(
-    recipe: Recipe, place: Place, device: torch.device, progress: Callable[[int, int | None], None] | None = None
+    recipe: Recipe,
+    place: Place,
+    device: torch.device,
+    progress: Callable[[int, int | None], None] | None = None,
+    share: data.Share = data.WHOLE,
 ) -> data.ImageData:
-    """The data that a recipe names, from this place, with batches on the device."""
+    """The data that a recipe names, from this place, with batches, or a share of each, on the device."""
     return data.load(
         recipe.data,
         data_dir=place.data_dir,
@@ -82,6 +91,7 @@ def load_data(
         num_workers=place.workers,
         download=place.download,
         progress=progress,
+        share=share,
     )
 
 

@@ -3,17 +3,20 @@
 Open `compact.py` first. `streams.py` is the one thing a narrow network has that the dense one has not; `subnet.py`
 keeps a narrow network whose tensors change with every draw; `optimizer_state.py` makes an optimizer follow it, and
 `state_hooks.py` keeps state dicts dense meanwhile. `networks.py` has all networks of a draw together, just as wide as
-it is; `slotted.py` has them in static slots (`slots.py`: how many; `seating.py`: who sits where). `batchnorm.py`
-refreshes statistics; `verify.py` compares a narrow network with the masked dense one. Two that stay dense:
-`masking.py`, whose mask changes in place, for many forwards of sampled networks; `gating.py`, whose gates learn by the
-chain rule.
+it is; `slotted.py` has them in static slots (`slots.py`: how many; `seating.py`: who sits where). `resident.py` and
+`resident_slots.py` are the same two for a dense model that stays on the host: `crossing.py` says what crosses the bus,
+`page_locked.py` keeps the dense tensors where a GPU reaches them. `batchnorm.py` refreshes statistics; `verify.py`
+compares a narrow network with the masked dense one. Two that stay dense: `masking.py`, whose mask changes in place, for
+many forwards of sampled networks; `gating.py`, whose gates learn by the chain rule.
 """
 
 from slimstart.subnet.batchnorm import recalibrate
 from slimstart.subnet.compact import compact
 from slimstart.subnet.masking import MaskedNetwork
-from slimstart.subnet.networks import Executed, Networks
+from slimstart.subnet.networks import Executed, Networks, Traffic
 from slimstart.subnet.optimizer_state import OptimizerLink
+from slimstart.subnet.resident import ResidentNetworks
+from slimstart.subnet.resident_slots import ResidentSlotNetworks
 from slimstart.subnet.slotted import SlotNetworks
 from slimstart.subnet.subnet import Subnet
 from slimstart.subnet.verify import Report, trace_verified, verify
@@ -24,8 +27,11 @@ __all__ = [
     "Networks",
     "OptimizerLink",
     "Report",
+    "ResidentNetworks",
+    "ResidentSlotNetworks",
     "SlotNetworks",
     "Subnet",
+    "Traffic",
     "compact",
     "recalibrate",
     "trace_verified",

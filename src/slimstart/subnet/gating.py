@@ -113,11 +113,21 @@ def verify_gating(model: nn.Module, graph: ChannelGraph, example_inputs: Any, se
     Raises:
         TraceError: they do not.
     """
-    mask = torch.rand(graph.num_units, generator=torch.Generator().manual_seed(seed)) < 0.5
-    selection = graph.select(mask)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_like(tensor: Tensor) -> Tensor:
+        """An example of zeros, or a fresh normalisation, may hide what gates do; whole numbers may be indices."""
+        if not tensor.is_floating_point():
+            return tensor
+        return torch.rand(tensor.shape, generator=generator, dtype=torch.float64).add_(0.5).to(tensor.device)
+
+    selection = graph.select(torch.rand(graph.num_units, generator=generator) < 0.5)
     twin = copy.deepcopy(model).double().eval()
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        if tensor.dim() == 1 and tensor.is_floating_point():
+            tensor.detach().copy_(random_like(tensor))
     gates = selection.mask.double().to(next(model.parameters()).device)
-    args, kwargs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, as_call(example_inputs))
+    args, kwargs = tree_map_only(Tensor, random_like, as_call(example_inputs))
     with torch.no_grad():
         gated, wanted = (
             [t for t in tree_leaves(net(*copy.deepcopy(args), **copy.deepcopy(kwargs))) if isinstance(t, Tensor)]

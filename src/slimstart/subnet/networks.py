@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from torch.optim import Optimizer
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.subnet.optimizer_state import OptimizerLink
 from slimstart.subnet.subnet import Subnet
+
+Named = Sequence[tuple[str, Tensor, Tensor]]
+"""(name, dense, narrow), of weights, statistics or optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,19 @@ class Executed:
     num_filters: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of weights, statistics and optimizer state that have crossed a bus.
+
+    Attributes:
+        up: from the dense model to narrow networks.
+        down: back.
+    """
+
+    up: int
+    down: int
+
+
 class Networks:
     """Exactly what a draw keeps.
 
@@ -43,6 +60,7 @@ class Networks:
         model: the dense model.
         optimizer: over its parameters; it holds the narrow ones from the first `enter` on.
         graph: of the model.
+        device: for the narrow networks, if not that of the dense model: see `resident.py`.
 
     Attributes:
         masks: (n, U), of the present draw, as they were drawn. The first network is trained.
@@ -52,17 +70,25 @@ class Networks:
 
     masks: Tensor
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, graph: ChannelGraph) -> None:
-        self.graph, self.model = graph, model
-        self.net, self.reference = Subnet(model, graph), Subnet(model, graph)
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, graph: ChannelGraph, device: torch.device | None = None
+    ) -> None:
+        self.graph, self.model, self._device = graph, model, device
+        self.net = Subnet(model, graph, device)
+        self.reference = self._companion()
         named = dict(model.named_parameters())
-        self.link = OptimizerLink(optimizer, {name: named[name] for name in graph.tensors if name in named})
+        narrow = {name: named[name] for name in (graph.tensors if device is None else named) if name in named}
+        self.link = OptimizerLink(optimizer, narrow)
         self.version = 0
+
+    def _companion(self) -> Subnet:
+        """Another narrow network beside the one that is trained."""
+        return Subnet(self.model, self.graph, self._device, None if self._device is None else self.net)
 
     @property
     def device(self) -> torch.device:
-        """Where the dense model is."""
-        return next(self.model.parameters()).device
+        """Where the narrow networks are."""
+        return self._device or next(self.model.parameters()).device
 
     def enter(self, masks: Tensor, keep_probs: Tensor | None, look: bool = True) -> None:
         """Become the networks of another draw; what the last ones have learned must have been stored.
@@ -74,6 +100,14 @@ class Networks:
         """
         self.masks = masks.clone()
         self._load(self.graph.select(masks[0]))
+
+    def prepare(self, masks: Tensor) -> None:
+        """These masks will be the next draw: a time to begin with whatever takes long."""
+
+    def exchange(self, masks: Tensor, keep_probs: Tensor | None, look: bool = True) -> None:
+        """Become the networks of the next draw, with what the present ones have learned; arguments as for `enter`."""
+        self.store()
+        self.enter(masks, keep_probs, look)
 
     def _load(self, selection: Selection, ports: bool = True) -> None:
         self.version += 1
@@ -104,6 +138,9 @@ class Networks:
         assert self.net.selection is not None
         self._load(self.net.selection)
 
+    def release(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """The optimizer is about to load a dense state dict."""
+
     def adopt(self) -> None:
         """The optimizer has loaded a dense state dict: take it over."""
         assert self.net.selection is not None
@@ -116,6 +153,11 @@ class Networks:
         frames = [self.graph.select(mask) for mask in self.masks.cpu()]
         costs = [self.graph.flops_within(frame.happens[:-1]) for frame in frames]
         return Executed(costs[0], tuple(costs[1:]), num_filters(self.graph, frames[0].mask))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has crossed the bus so far, where the dense model is on the other side of one."""
+        return Traffic(0, 0)
 
     @property
     def room(self) -> dict[str, Tensor]:

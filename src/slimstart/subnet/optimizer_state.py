@@ -74,9 +74,18 @@ class OptimizerLink:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def point(self, parameters: Mapping[str, nn.Parameter], selection: Selection) -> None:
-        """Exchange the parameters in the groups for these, and give each its part of the dense state."""
-        optimizer = self.optimizer
+    def point(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        selection: Selection,
+        ready: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """Exchange the parameters in the groups for these, and give each its part of the dense state.
+
+        Args:
+            ready: {id of a dense state tensor: its part}, where somebody has seen to that already.
+        """
+        optimizer, ready = self.optimizer, ready or {}
         for group, names in zip(optimizer.param_groups, self._names, strict=False):
             for position, name in enumerate(names):
                 if name is None:
@@ -85,7 +94,9 @@ class OptimizerLink:
                 state = optimizer.state.pop(before, {})
                 fresh = {}
                 for key, value in self._state.get(name, {}).items():
-                    if isinstance(value, Tensor) and value.shape == self._dense[name].shape and value.dim() > 0:
+                    if id(value) in ready:
+                        fresh[key] = ready[id(value)]
+                    elif isinstance(value, Tensor) and value.shape == self._dense[name].shape and value.dim() > 0:
                         old = state.get(key)
                         if not isinstance(old, Tensor) or old.shape != now.shape:
                             old = torch.empty_like(now, dtype=value.dtype, requires_grad=False)
@@ -101,7 +112,7 @@ class OptimizerLink:
     def store(self, selection: Selection) -> None:
         """Write the state of the narrow parameters back into the dense state."""
         for name, dense, narrow in self.pairs():
-            selection.scatter_(name, dense, narrow)
+            selection.scatter_(name, dense, narrow.to(dense.device))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -140,6 +151,20 @@ class OptimizerLink:
                     state[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._state[name].items()}
         return {**state_dict, "state": dict(sorted(state.items()))}
 
+    def release(self, state_dict: Mapping[str, Any]) -> None:
+        """Before the optimizer loads a dense state dict: hold the dense parameters, until `adopt`.
+
+        PyTorch puts what it loads on the device of the parameter that it belongs to.
+        """
+        groups = self.optimizer.param_groups
+        if [len(group["params"]) for group in state_dict["param_groups"]] != [len(g["params"]) for g in groups]:
+            return  # it will be refused, and nothing may have changed then
+        for group, names in zip(groups, self._names, strict=False):
+            for position, name in enumerate(names):
+                if name is not None:
+                    self.optimizer.state.pop(group["params"][position], None)
+                    group["params"][position] = self._dense[name]
+
     def adopt(self, parameters: Mapping[str, nn.Parameter], selection: Selection) -> None:
         """After the optimizer has loaded a dense state dict: take it over and hand out the narrow part."""
         self._state = {}
@@ -170,14 +195,19 @@ def _initial_value(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Pa
 
     Most optimizers start from zeros; Rprop, say, does not.
     """
+    value = first_state(optimizer, group, torch.zeros(1, dtype=parameter.dtype, device=parameter.device)).get(key)
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else 0.0
+
+
+def first_state(optimizer: Optimizer, group: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
+    """The state that an optimizer makes for some numbers in a step of zero gradient; it learns nothing of it."""
     probe = copy.copy(optimizer)
-    lone = nn.Parameter(torch.zeros(1, dtype=parameter.dtype, device=parameter.device))
+    lone = nn.Parameter(numbers)
     lone.grad = torch.zeros_like(lone)
     probe.param_groups = [{**group, "params": [lone]}]
     probe.state = defaultdict(dict)
     try:
         probe.step()
-    except Exception:  # a foreign optimizer may want more than a step: assume the usual
-        return 0.0
-    value = probe.state.get(lone, {}).get(key)
-    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else 0.0
+    except Exception:  # a foreign optimizer may want more than a step
+        return {}
+    return dict(probe.state.get(lone, {}))

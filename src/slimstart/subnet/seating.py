@@ -47,6 +47,10 @@ class Seating:
     Attributes:
         start: for every axis, where its slots begin in `Seats.places`.
         count: for every axis, how many slots it has.
+        axis: (num_slots,) int64, which axis a slot belongs to.
+        local: (num_slots,) int32, the number of a slot within its axis.
+        first: (num_slots,) int64, where the dense indices of its axis begin, if those of all axes are in a row.
+        num_positions: how many dense indices all axes have.
         ports: for every side of every port that is needed, {(layer, is_write): (start of the layer's own slots in
             `Seats.ports`, how many, start of the stream's, how many)}.
     """
@@ -77,6 +81,12 @@ class Seating:
         self.start = [sum(self.count[:i]) for i in range(len(self.count))]
         self._slot_start = torch.tensor(self.start).repeat_interleave(torch.tensor(lengths)).to(device)
         self.num_slots = sum(self.count)
+        counts = torch.tensor(self.count, dtype=torch.int64)
+        of_slot = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        starts, firsts = torch.tensor([self.start, self._first_position], dtype=torch.int64)
+        self.axis, self.first = of_slot.to(device), firsts[of_slot].to(device)
+        self.local = (torch.arange(self.num_slots) - starts[of_slot]).to(device, torch.int32)
+        self.num_positions = sum(lengths)
 
         fixed = torch.cat([shared, shared.new_ones(1)])
         self.ports: dict[tuple[str, bool], tuple[int, int, int, int]] = {}

@@ -13,7 +13,7 @@ All tensors (weights, statistics, optimizer state) go in one kernel each way (`s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from slimstart.graph import ChannelGraph
 from slimstart.kernels import Move, Moves
-from slimstart.subnet.networks import Executed, Networks, num_filters
+from slimstart.subnet.networks import Executed, Named, Networks, num_filters
 from slimstart.subnet.seating import Seating, Seats
 from slimstart.subnet.slots import Room, Slots
 from slimstart.subnet.streams import Side, set_port
@@ -46,9 +46,15 @@ class SlotNetworks(Networks):
     proposed_masks: Tensor
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, graph: ChannelGraph, align: int, spread: float = 4.0
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        graph: ChannelGraph,
+        align: int,
+        spread: float = 4.0,
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(model, optimizer, graph)
+        super().__init__(model, optimizer, graph, device)
         self.slots = Slots(graph, align, spread)
         self.occupied: dict[str, Tensor] = {}
         self._seating: Seating | None = None
@@ -78,6 +84,18 @@ class SlotNetworks(Networks):
         self._seats.copy_(self.proposed)
         self._moves.gather_(self._seats.places[0])
         self._occupy.gather_(self._seats.places[0])
+
+    def move(self) -> None:
+        """From the present networks to the proposed ones."""
+        self.leave()
+        self.accept()
+
+    def prefetch(self) -> None:
+        """Begin with whatever takes long about the proposed networks."""
+
+    def crossing(self) -> AbstractContextManager[None]:
+        """Around `move`: what it needs before and leaves behind, where that is not on the device."""
+        return nullcontext()
 
     @torch.no_grad()
     def load_reference(self, number: int) -> None:
@@ -122,7 +140,7 @@ class SlotNetworks(Networks):
             self.reference.load(self.graph.select_within(kept[1], self._seating.frame(kept[1])), ports=False)
             self._set_ports(self.reference, self._reference_ports)
         else:  # there will be no other: give the memory back
-            self.reference = Subnet(self.model, self.graph)
+            self.reference = self._companion()
         self.occupied = {name: torch.zeros_like(p.detach()) for name, p in self.net.parameters.items()}
         self._known = None
         self.refresh()
@@ -179,7 +197,7 @@ class SlotNetworks(Networks):
             yield from super().of_masks(masks)
             return
         self.reference.follow_modes()
-        spare = Subnet(self.model, self.graph)
+        spare = self._companion()
         for mask in self.graph.costs.at_least_one(masks.to(self.device)):
             seats = self._seating(mask[None])
             if bool(seats.fits):  # shapes that the device has seen already: nothing has to be found out anew
@@ -240,19 +258,30 @@ class SlotNetworks(Networks):
             return
         self._known = now
         self.version += 1
-        weights = [self._move(name, self.net.dense(name), self.net.tensor(name)) for name in names]
-        states = [self._move(name, dense, narrow) for name, dense, narrow in self.link.pairs()]
-        self._moves = Moves([*weights, *states])
+        weights = [(name, self.net.dense(name), self.net.tensor(name)) for name in names]
+        self._set_tables([*weights, *self.link.pairs()], [name for name in names if self.reference.has_own(name)])
+
+    def _set_tables(self, trained: Named, in_reference: Sequence[str]) -> None:
+        """Make the tables.
+
+        Args:
+            trained: all that the trained network and the optimizer hold.
+            in_reference: names of what a reference has of its own.
+        """
+        self._moves = Moves([self._move(name, dense, narrow) for name, dense, narrow in trained])
         self._occupy = Moves([self._occupied_move(name) for name in self.occupied])
         if len(self.masks) > 1:
             self._in_reference = Moves(
-                [self._move(name, self.net.dense(name), self.reference.tensor(name)) for name in names]
+                [self._move(name, self.net.dense(name), self.reference.tensor(name)) for name in in_reference]
             )
 
-    def _move(self, name: str, dense: Tensor, narrow: Tensor) -> Move:
+    def _starts(self, name: str) -> dict[int, int]:
+        """For every dimension of a tensor that is cut, where its entries begin among the seats."""
         assert self._seating is not None
-        start = self._seating.start
-        return Move(dense, narrow, {piece.dim: start[piece.axis] for piece in self.graph.tensors.get(name, ())})
+        return {piece.dim: self._seating.start[piece.axis] for piece in self.graph.tensors.get(name, ())}
+
+    def _move(self, name: str, dense: Tensor, narrow: Tensor) -> Move:
+        return Move(dense, narrow, self._starts(name))
 
     def _occupied_move(self, name: str) -> Move:
         one = torch.ones((), dtype=self.occupied[name].dtype, device=self.occupied[name].device)

@@ -42,6 +42,7 @@ def keep_dense(
     *,
     sync: Callable[[], None],
     reload: Callable[[], None],
+    release: Callable[..., Any],
     adopt: Callable[[], None],
     dense: Callable[..., Any],
 ) -> None:
@@ -50,11 +51,13 @@ def keep_dense(
     Args:
         sync: bring the dense model and state up to date; called before either is asked for or loaded.
         reload: the dense model has been loaded.
+        release: given the optimizer and the dense state dict that it is about to load.
         adopt: the optimizer has loaded a dense state dict.
         dense: given the optimizer and its narrow state dict, the dense one.
     """
     optimizer.register_state_dict_pre_hook(Signal(sync))
     optimizer.register_state_dict_post_hook(Hook(dense))
+    optimizer.register_load_state_dict_pre_hook(Hook(release))
     optimizer.register_load_state_dict_post_hook(Signal(adopt))
     model.register_state_dict_pre_hook(Signal(sync))
     model.register_load_state_dict_pre_hook(Signal(sync))  # a dict may hold only some of the tensors

@@ -25,25 +25,40 @@ class Subnet:
     Parameters that the graph leaves whole are the dense model's own, shared; buffers are always copies, so that a
     forward which is not meant to leave a trace leaves none. Training and evaluation mode follow the dense model's.
 
+    Args:
+        model: the dense model.
+        graph: of the model.
+        device: where the narrow network is, if not with the dense model. Whole parameters are copies then.
+        partner: whose copies of whole parameters to share.
+
     Attributes:
         module: the narrow module; the same object for ever.
         selection: what it was loaded with; None before the first `load`.
         ports: the layers that may need a port, by name.
     """
 
-    def __init__(self, model: nn.Module, graph: ChannelGraph) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: ChannelGraph,
+        device: torch.device | None = None,
+        partner: Subnet | None = None,
+    ) -> None:
         self.selection: Selection | None = None
+        self._device = device
         places = tensor_places(model)
         self._homes = {name: (model.get_submodule(path), key) for name, ((path, key), *_) in places.items()}
         stand_ins: dict[int, object] = {}
         self._moving: list[str] = []
         for name, tensor in tensor_names(model).items():
             is_parameter = isinstance(tensor, nn.Parameter)
-            if is_parameter and name not in graph.tensors:
-                stand_ins[id(tensor)] = tensor
+            if is_parameter and name not in graph.tensors and (device is None or partner is not None):
+                stand_ins[id(tensor)] = tensor if partner is None else partner.tensor(name)
                 continue
             self._moving.append(name)
-            empty = tensor.detach().new_empty(0)
+            empty = tensor.detach().new_empty(0, device=device)
+            if is_parameter and name not in graph.tensors:
+                empty = torch.empty_like(tensor, device=device, requires_grad=False)  # never exchanged for another
             stand_ins[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         self.module = copy.deepcopy(model, stand_ins)
         self._owners = {
@@ -55,8 +70,8 @@ class Subnet:
         self._seen: dict[str, tuple[int, int]] = {}  # versions of the dense and the narrow one when last equal
         self._constant = {
             name
-            for name, (home, _) in self._homes.items()
-            if name not in graph.tensors and not isinstance(home, _NormBase)
+            for name, (home, key) in self._homes.items()
+            if name not in graph.tensors and key in home._buffers and not isinstance(home, _NormBase)
         }
         self.ports = {name: self.module.get_submodule(name) for name in ports_in(graph)}
         for layer in self.ports.values():
@@ -74,7 +89,7 @@ class Subnet:
             dense = self.dense(name)
             if self._is_seen(name):
                 continue
-            narrow = in_layout_of(dense, selection.gather(name, dense.detach()))
+            narrow = in_layout_of(dense, selection.gather(name, dense.detach())).to(self._device or dense.device)
             owner, key = self._owners[name][0]
             current = getattr(owner, key)
             if (current.shape, current.device, current.dtype) == (narrow.shape, narrow.device, narrow.dtype):
@@ -82,12 +97,25 @@ class Subnet:
                 current.grad = None
                 self._note(name)
                 continue
-            narrow = narrow.clone() if narrow.data_ptr() == dense.data_ptr() else narrow
-            is_parameter = isinstance(dense, nn.Parameter)
-            fresh = nn.Parameter(narrow, dense.requires_grad) if is_parameter else narrow
-            for owner, key in self._owners[name]:
-                setattr(owner, key, fresh)
+            self._put(name, narrow.clone() if narrow.data_ptr() == dense.data_ptr() else narrow)
             self._note(name)
+        self._become(selection, ports)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def install(self, tensors: Mapping[str, Tensor], selection: Selection) -> None:
+        """Become the network of another selection, with these tensors; those that are not given stay."""
+        for name, tensor in tensors.items():
+            self._put(name, tensor)
+        self._become(selection, ports=True)
+
+    def _put(self, name: str, narrow: Tensor) -> None:
+        dense = self.dense(name)
+        fresh = nn.Parameter(narrow, dense.requires_grad) if isinstance(dense, nn.Parameter) else narrow
+        for owner, key in self._owners[name]:
+            setattr(owner, key, fresh)
+
+    def _become(self, selection: Selection, ports: bool) -> None:
         torch.clear_autocast_cache()  # it knows tensors by identity, and some of them have new values
         set_attributes(self.module, selection)
         if ports:
@@ -119,7 +147,8 @@ class Subnet:
         for name in self._moving:
             if self._is_seen(name):
                 continue
-            self.selection.scatter_(name, self.dense(name).detach(), self.tensor(name).detach())
+            dense = self.dense(name).detach()
+            self.selection.scatter_(name, dense, self.tensor(name).detach().to(dense.device))
             self._note(name)
 
     def dense(self, name: str) -> Tensor:
@@ -133,11 +162,21 @@ class Subnet:
         tensor: Tensor = getattr(owner, key)
         return tensor
 
+    def has_own(self, name: str) -> bool:
+        """Whether the tensor of this name is the narrow network's own, and not shared."""
+        return name in self._owners
+
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The narrow parameters by name; those that are shared with the dense model are not listed."""
+        """The narrow parameters by name; those that are shared are not listed."""
         found = {name: self.tensor(name) for name in self._moving}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers by name."""
+        found = {name: self.tensor(name) for name in self._moving}
+        return {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
 
     @property
     def statistics(self) -> list[Tensor]:

@@ -1,0 +1,69 @@
+"""Your own training loop on several processes, each with its part of every batch. On one machine with two:
+
+    torchrun --nproc-per-node 2 examples/distributed_training.py
+
+All processes draw the same masks and hold the same weights. What they exchange in a step is the gradient of the narrow
+network. Started without torchrun, the same script trains in one process, with the same result up to rounding.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slimstart
+from slimstart import data, models
+from slimstart.integrations import data_parallel, joined, synchronise_batch_norm
+from slimstart.integrations.distributed import own_device
+
+
+def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(images), labels)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=128, help="of all processes together")
+    parser.add_argument("--width", type=float, default=1.0)
+    parser.add_argument("--budget", type=float, default=0.1, help="share of the dense network's FLOPs")
+    parser.add_argument("--save", help="file for checkpoints")
+    options = parser.parse_args(arguments)
+
+    with joined() as ranks:
+        torch.manual_seed(0)
+        device = torch.device(own_device())
+        share = data.Share(ranks.rank, ranks.size)
+        images = data.load("fashion", batch_size=options.batch_size, device=device, share=share)
+        model = models.build("small", num_classes=10, in_channels=1, width=options.width).to(device)
+        model = synchronise_batch_norm(model)  # leave it out, and each process normalises its own part
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+        sparse = slimstart.SparseTraining(
+            model,
+            optimizer,
+            example_inputs=torch.zeros(1, 1, 28, 28, device=device),
+            budget=slimstart.Flops(options.budget),
+            wrap=data_parallel if ranks.size > 1 else None,
+        )
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(images.train))
+        for epoch in range(options.epochs):
+            for batch in images.train.epoch(epoch):
+                loss = sparse.step(loss_fn, *batch)  # the mean over all processes, on all of them
+                schedule.step()
+            if ranks.rank == 0:
+                sent = sparse.gradient_bytes / sparse.dense_gradient_bytes
+                print(f"epoch {epoch + 1}: loss {loss:.3f}, gradients are {100 * sent:.0f}% of the dense ones")
+                if options.save:
+                    sparse.save(options.save)  # by one process alone
+
+        small = sparse.finish(images.train.epoch(options.epochs), loss_fn).eval()  # by all of them
+        with torch.inference_mode():
+            hits = sum((small(x).argmax(1) == y).sum() for x, y in images.test.epoch(0) if len(y))
+        accuracy = 100 * float(ranks.total(torch.as_tensor(hits))) / images.test.num_images
+        if ranks.rank == 0:
+            print(f"finished: {accuracy:.2f} %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Page-locked memory of the host, which a GPU reads and writes by itself, over the bus."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+ALIGN = 256  # bytes, to which tensors are placed
+PAGE = 4096  # bytes: memory is locked by the page, and no page may be locked twice
+PORTABLE_AND_MAPPED = 3  # flags of cudaHostRegister
+
+
+class PageLocked:
+    """Keeps tensors of the host in page-locked memory, for as long as this object lives.
+
+    PyTorch's own `pin_memory` takes the next power of two, which is up to twice as much as there is; here tensors lie
+    close together.
+
+    Args:
+        device: that will reach for the tensors; where it is no GPU, nothing is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Tensor] = []
+        weakref.finalize(self, _unlock, self._buffers)
+
+    def take_(self, tensors: Iterable[Tensor]) -> None:
+        """See to it that these tensors are in page-locked memory; they stay the same objects."""
+        if self._device.type != "cuda":
+            return
+        loose = [tensor for tensor in tensors if tensor.numel() and not tensor.is_pinned()]
+        if not loose:
+            return
+        buffer = pack_(loose)
+        # Only now, with the old copies given back: locking takes all of the memory at once.
+        with torch.cuda.device(self._device):
+            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE_AND_MAPPED)
+        torch.cuda.check_error(int(status))
+        self._buffers.append(buffer)
+
+
+@torch.no_grad()
+def pack_(tensors: list[Tensor]) -> Tensor:
+    """Move tensors into pages of their own, one after the other, each with its strides; returns these, as bytes."""
+    sizes = [-(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN for tensor in tensors]
+    length = -(-sum(sizes) // PAGE) * PAGE
+    buffer = torch.empty(length + PAGE, dtype=torch.uint8)
+    buffer = buffer[-buffer.data_ptr() % PAGE :][:length]
+    for tensor, start in zip(tensors, (sum(sizes[:i]) for i in range(len(sizes))), strict=True):
+        room = buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        strides = torch.empty_like(tensor, device="meta").stride()  # without gaps, the dimensions in their order
+        tensor.data = room.as_strided(tensor.shape, strides, room.storage_offset()).copy_(tensor)
+    return buffer
+
+
+def _unlock(buffers: list[Tensor]) -> None:
+    for buffer in buffers:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    buffers.clear()

@@ -1,0 +1,314 @@
+"""Several ranks train as one: the same numbers, bit-identical ranks, and nobody waits for ever for one that is gone."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slimstart
+from examples import distributed_training
+from slimstart import SparseTraining, records
+from slimstart.cli import main
+from slimstart.data import Share, load
+from slimstart.errors import ConfigError, DesynchronisedError, RankError
+from slimstart.integrations import joined, synchronise_batch_norm
+from slimstart.ranks import ALONE, Ranks, reporting
+from slimstart.recipes.methods import make_method
+from slimstart.recipes.recipe import Recipe, merged
+from slimstart.recipes.runs import Run
+from slimstart.recipes.surroundings import Place
+from tests import distributed_cases as cases
+from tests.processes import on_ranks
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parents[2]
+RECIPE = Recipe(
+    model="tests.distributed_cases:mortal", budget="flops=0.4", epochs=2, batch_size=999, settle_at=0.5, num_masks=2
+)
+
+
+def far(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two nests of tensors and numbers differ by more than 1e-10."""
+    if isinstance(a, dict):
+        return [path] if a.keys() != b.keys() else [found for k in a for found in far(a[k], b[k], f"{path}/{k}")]
+    if isinstance(a, list):
+        return [found for i, (x, y) in enumerate(zip(a, b, strict=True)) for found in far(x, y, f"{path}/{i}")]
+    if isinstance(a, torch.Tensor) and a.is_floating_point():
+        same = a.shape == b.shape and torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+        return [] if same else [path]
+    return [] if (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b) else [path]
+
+
+def test_two_and_four_ranks_are_one(differences: Callable[[Any, Any], list[str]]) -> None:
+    alone = cases.several(ALONE, list(cases.CASES))
+    for size, names in ((2, list(cases.CASES)), (4, ["batch norm, padded", "own loop"])):
+        first, *others = on_ranks(size, cases.several, names)
+        assert not isinstance(first, Exception), first
+        for other in others:
+            assert differences(first, other) == []
+        for name, found in first.items():
+            assert found.pop("reason", "the network is wrapped") == "the network is wrapped"
+            expected = {key: value for key, value in alone[name].items() if key != "reason"}
+            assert far(expected, found) == [], name
+
+
+def test_batch_norm_of_each_rank_leaves_ranks_alike(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = on_ranks(2, cases.per_rank_batch_norm)
+    assert differences(first, second) == []
+    means = [stem.mean((0, 2, 3)) for stem in first["stems"]]
+    assert torch.allclose(first["mean"], 0.1 * (means[0] + means[1]) / 2, rtol=1e-10)  # momentum 0.1, from zero
+
+
+def test_synchronised_batch_norm_is_that_of_the_whole() -> None:
+    alone = cases.batch_norm_layer(ALONE)
+    for found in on_ranks(2, cases.batch_norm_layer):
+        assert far(alone, found) == []
+    assert all("more than one value per channel" in error for error in on_ranks(2, cases.too_little))
+    with pytest.raises(ValueError, match="`input` has 1 dimension"):
+        synchronise_batch_norm(nn.BatchNorm1d(3))(torch.zeros(3))
+
+
+def test_synchronised_batch_norm_is_traced_like_any_other() -> None:
+    plain = cases.network("batch")
+    parameters = list(plain.parameters())
+    graph = slimstart.trace(plain, cases.EXAMPLE)
+    together = synchronise_batch_norm(plain)
+    assert [a is b for a, b in zip(parameters, together.parameters(), strict=True)] == [True] * len(parameters)
+    assert slimstart.trace(together, cases.EXAMPLE).digest == graph.digest
+    small = slimstart.compact(together, graph.select(torch.arange(graph.num_units) % 2 == 0))
+    assert small.norm2.num_features == 4
+    assert slimstart.recalibrate(small, [cases.batches(ALONE)[0]], cases.cross_entropy) == 1
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_the_structure_gradient_over_ranks_is_exact(spread: bool) -> None:
+    losses = torch.rand(2, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    s = torch.tensor([0.3, 0.6], dtype=torch.float64, requires_grad=True)
+    chances = torch.stack([(1 - s[0]) * (1 - s[1]), (1 - s[0]) * s[1], s[0] * (1 - s[1]), s[0] * s[1]])
+    (gradient,) = torch.autograd.grad(chances @ (3 * losses[0] + 5 * losses[1]) / 8, s)
+    for found in on_ranks(2, cases.enumerated, spread):
+        assert torch.allclose(found, (s * (1 - s) * gradient).detach(), rtol=1e-12)  # H with alpha = 1
+
+
+def test_references_are_spread_over_ranks(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = on_ranks(2, cases.spread_references)
+    assert differences(first, second) == []
+    assert first["num_references"] == 2  # of four
+    assert "each of 2 ranks" in first["refused"]
+    assert "leave_one_out_of(3)" in first["refused"]
+
+
+def test_what_is_exchanged_is_the_narrow_gradient() -> None:
+    first, _ = on_ranks(2, cases.traffic)
+    assert first["counts"] == first["said"]
+    dense = 8 * (9 * 8 + 8 + 16) + 8 * (9 * 8 * 8 + 8 + 16) + 8 * (8 * 4 + 4)  # eight bytes a number
+    assert first["dense"] == dense
+    assert max(first["said"]) < 0.7 * dense
+
+
+@pytest.mark.parametrize(("what", "named"), [("seed", "masks .*rank 1 .*at the start"), ("weight", "head.bias .*2 st")])
+def test_ranks_that_differ_are_found_out(what: str, named: str) -> None:
+    for found in on_ranks(2, cases.out_of_step, what):
+        assert isinstance(found, DesynchronisedError)
+        assert re.search(named, str(found)), found
+
+
+def test_what_one_rank_does_for_all_fails_for_all() -> None:
+    assert on_ranks(2, cases.first_fails) == [("integer division or modulo by zero", rank) for rank in range(2)]
+
+
+def test_a_rank_that_is_killed_ends_the_others() -> None:
+    *found, gone = on_ranks(4, cases.lost, signal.SIGKILL)
+    assert gone is None
+    for error, seconds in found:
+        assert re.match("RankError: another rank has fallen out", error), error
+        assert seconds < 10
+
+
+def test_a_rank_that_does_not_answer_ends_the_others() -> None:
+    (error, seconds), gone = on_ranks(2, cases.lost, signal.SIGSTOP, timeout=4, patience=1.5)
+    assert isinstance(gone, TimeoutError)
+    assert re.match("RankError: another rank has fallen out", error), error
+    assert 1.4 < seconds < 4
+
+
+def test_other_errors_are_left_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="mine") as caught, reporting():
+        raise RuntimeError("mine")
+    assert not isinstance(caught.value, RankError)
+    with pytest.raises(RankError, match="fallen out"), reporting():
+        raise RuntimeError("[gloo/pair.cc] Connection closed by peer")
+
+
+def test_a_group_that_is_gone_is_said_to_be() -> None:
+    class Group:
+        pass
+
+    with pytest.raises(RankError, match="has been destroyed"):
+        Ranks(weakref.ref(Group())).group  # noqa: B018
+
+
+# --- what runs in place of the network ------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    made = 0
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        Counted.made += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def test_a_wrapper_is_made_anew_only_for_other_parameters(differences: Callable[[Any, Any], list[str]]) -> None:
+    def trained(**settings: Any) -> tuple[SparseTraining, dict[str, Any]]:
+        model = cases.network("batch")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sparse = SparseTraining(model, optimizer, cases.EXAMPLE, slimstart.Flops(0.4), resample_every=3, **settings)
+        for batch in cases.batches(ALONE, 6):
+            sparse.step(cases.cross_entropy, *batch)
+        return sparse, sparse.state_dict()
+
+    Counted.made = 0
+    sparse, state = trained(wrap=Counted)
+    assert isinstance(sparse.net, Counted)
+    assert sparse.net is sparse.net
+    assert Counted.made == 3  # at the start, and for each new draw
+    assert differences(state, trained()[1]) == []
+    sparse.model.head.bias.requires_grad_(False)
+    sparse.step(cases.cross_entropy, *cases.batches(ALONE)[0])
+    assert Counted.made == 4  # DistributedDataParallel would wait for a gradient that does not come
+    assert not isinstance(sparse.finish(cases.batches(ALONE, 1), cases.cross_entropy), Counted)
+    with pytest.raises(ValueError, match="`engine` is 'graphs', which cannot hold what `wrap` returns"):
+        trained(wrap=Counted, engine="graphs")
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_shares_make_up_the_batch() -> None:
+    for length in (1, 4, 7, 8):
+        parts = [list(range(10, 10 + length))[Share(rank, 4).of(0, length)] for rank in range(4)]
+        assert [one for part in parts for one in part] == list(range(10, 10 + length))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    with pytest.raises(ConfigError, match="`rank` is 4"):
+        Share(4, 4)
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+def outcome(record: records.Record) -> dict[str, Any]:
+    found = record.as_dict()
+    for epoch in found["history"]:
+        del epoch["seconds"], epoch["images_per_second"]
+    for name in ("name", "started", "finished", "train_seconds", "peak_memory_bytes", "command"):
+        del found[name]
+    return found
+
+
+def torchrun(size: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    settings = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([*command, *arguments], env=settings, capture_output=True, text=True, timeout=100)
+
+
+def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+    error, gone = on_ranks(2, cases.killed_program, tmp_path / "killed", RECIPE)
+    assert isinstance(error, RankError)
+    assert gone is None
+    assert [path.stem for path in Run(tmp_path / "killed").checkpoints()] == ["step-000000004", "step-000000003"]
+    for folder in ("killed", "whole"):
+        found, again = on_ranks(2, cases.program, tmp_path / folder, RECIPE)
+        assert found == again == records.read(tmp_path / folder)
+    whole = records.read(tmp_path / "whole")
+    assert differences(outcome(records.read(tmp_path / "killed")), outcome(whole)) == []
+    assert Run(tmp_path / "killed").network.read_bytes() == Run(tmp_path / "whole").network.read_bytes()
+    assert (whole.ranks, whole.batch_norm) == (2, "synchronised")
+    assert whole.dense_gradient_bytes == 4 * whole.dense_params
+    assert whole.gradient_bytes is not None
+    assert whole.gradient_bytes < 0.7 * whole.dense_gradient_bytes
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+    settings = {"model": RECIPE.model, "budget": "flops=0.4", "epochs": "2", "batch-size": "999", "settle-at": "0.5"}
+    settings |= {"num-masks": "2", "device": "cpu", "timing-rounds": "0", "checkpoint-seconds": "0"}
+    options = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    folder = tmp_path / "killed"
+    module = ["--max-restarts", "1", "-m", "slimstart", "train", "--out", str(folder)]
+    done = torchrun(2, *module, *options, **cases.killing(folder))
+    assert done.returncode == 0, done.stderr
+    assert "going on in epoch 1, after 4 of its batches" in done.stdout
+    assert done.stdout.count("epoch 1/2") == done.stdout.count("epoch 2/2") == 1
+    on_ranks(2, cases.program, tmp_path / "whole", RECIPE)
+    assert differences(*(outcome(records.read(tmp_path / name)) for name in ("killed", "whole"))) == []
+
+
+def test_the_program_on_two_ranks_is_that_on_one(tmp_path: Path) -> None:
+    recipe = merged(RECIPE, {"model": "tests.distributed_cases:without_dropout", "epochs": 1, "settle_at": 1.0})
+    for method in ("slimstart", "narrow"):
+        chosen = merged(recipe, {"method": method})
+        one = cases.program(ALONE, tmp_path / f"{method}-1", chosen)
+        two, _ = on_ranks(2, cases.program, tmp_path / f"{method}-2", chosen)
+        assert isinstance(two, records.Record), two
+        assert (two.ranks, one.ranks) == (2, None)
+        assert (two.flops, two.train_flops, two.layers) == (one.flops, one.train_flops, one.layers)
+        assert two.test_loss == pytest.approx(one.test_loss, rel=1e-3)  # in float32
+        assert [e.train_loss for e in two.history] == pytest.approx([e.train_loss for e in one.history], rel=1e-4)
+        assert json.loads((tmp_path / f"{method}-2" / "record.json").read_text())["ranks"] == 2
+
+
+def test_the_example_runs_in_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny = ["--epochs", "1", "--batch-size", "500", "--width", "0.25", "--budget", "0.3"]
+    distributed_training.main([*tiny, "--save", str(tmp_path / "training.pt")])
+    sent, accuracy = map(float, re.findall(r"gradients are (\d+)%.*\nfinished: (\S+) %", capsys.readouterr().out)[0])
+    assert sent < 60
+    assert 0 < accuracy < 100
+    assert (tmp_path / "training.pt").exists()
+
+
+@pytest.mark.slow
+def test_the_example_says_the_same_on_two_ranks() -> None:
+    tiny = ["--epochs", "1", "--batch-size", "500", "--width", "0.25", "--budget", "0.3"]
+    both = [torchrun(size, str(ROOT / "examples" / "distributed_training.py"), *tiny) for size in (1, 2)]
+    assert [done.returncode for done in both] == [0, 0], both[1].stderr
+    one, two = (float(re.findall(r"loss (\S+),", done.stdout)[0]) for done in both)
+    assert two == pytest.approx(one, abs=0.01)
+
+
+def test_several_ranks_need_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["slimstart", "train", "--epochs", "1"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "several ranks need --out" in capsys.readouterr().err
+
+
+def test_what_cannot_be_done_by_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`method` is l1, which trains on one rank"):
+        make_method(merged(RECIPE, {"method": "l1"}), nn.Identity(), torch.zeros(1), 1, wrap=lambda net: net)
+    with pytest.raises(ConfigError, match="`batch_norm` is 'none'"):
+        Place(batch_norm="none")
+    with pytest.raises(ConfigError, match="`timeout` is 0"), joined(0):
+        pass
+    with pytest.raises(ConfigError, match="each of 2 processes"):
+        load("fashion", batch_size=1, share=Share(1, 2))
+    with joined() as ranks:
+        assert ranks is ALONE

@@ -1,0 +1,459 @@
+"""Networks larger than the device: a dense model that stays on the host is trained as one that does not, bit for bit.
+
+On the CPU both sides of the bus are the same memory, and yet nothing is shared between them: what a draw needs must
+have been moved. The last tests need a GPU.
+"""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from examples import larger_than_the_card
+from slimstart import Channels, Flops, Params, SparseTraining, memory, models
+from slimstart.engine import DeviceSearch
+from slimstart.subnet import ResidentNetworks, ResidentSlotNetworks
+from slimstart.subnet.page_locked import ALIGN, PAGE, PageLocked, pack_
+from tests.pretended_gpu import pretend
+
+Differences = Callable[[Any, Any], list[str]]
+SLOW = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+class Net(nn.Module):
+    """With everything that moves: a residual stream, normalisation, a whole parameter, buffers of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.a_norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.b, self.b_norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.c, self.c_norm = nn.Conv2d(8, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.head = nn.Linear(12, 4)
+        self.register_buffer("num_forwards", torch.zeros(()))  # a forward changes it, and reads it
+        self.register_buffer("offset", torch.linspace(-1, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards.add_(1)
+        x = F.relu(self.a_norm(self.a(x)))
+        x = F.relu(x + self.b_norm(self.b(x)))
+        x = F.relu(self.c_norm(self.c(x))).mean((2, 3))
+        return self.head(x) * (1 + self.num_forwards / 100) + self.offset
+
+
+def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(images), labels)
+
+
+def batches(number: int, seed: int = 0, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [
+        (torch.randn(6, 1, 8, 8, generator=generator), torch.randint(4, (6,), generator=generator))
+        for _ in range(number)
+    ]
+    return [(images.to(device), labels.to(device)) for images, labels in made]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-4),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def start(home: str | None, optimizer: str = "sgd", device: str = "cpu", **options: Any) -> SparseTraining:
+    """A training on a device, with its dense model there, or at home."""
+    torch.manual_seed(0)
+    model = Net().to(home or device)
+    options = {"budget": Channels(0.5), "resample_every": 2, **options}
+    return SparseTraining(
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        batches(1, device=device)[0][0][:1],
+        full_model_device=home,
+        **options,
+    )
+
+
+def both(**options: Any) -> tuple[SparseTraining, SparseTraining]:
+    return start(None, **options), start("cpu", **options)
+
+
+def train(sparse: SparseTraining, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+    return [float(sparse.step(loss_fn, *batch)) for batch in data]
+
+
+CASES = [
+    {"align": 1},
+    {"align": 4, "optimizer": "adamw", "resample_every": 3},
+    pytest.param({"align": 1, "optimizer": "adamw", "resample_every": 1, "estimator": "leave_one_out"}, marks=SLOW),
+    pytest.param({"align": 4, "estimator": "leave_one_out"}, marks=SLOW),
+    pytest.param({"align": 1, "coupling": "stream", "estimator": "pge"}, marks=SLOW),
+    pytest.param({"align": 4, "coupling": "stream", "estimator": "pge", "resample_every": 1}, marks=SLOW),
+    pytest.param({"align": 2, "optimizer": "adamw", "resample_every": 1}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_a_resident_training_is_the_same_bit_for_bit(options: dict[str, Any], differences: Differences) -> None:
+    """Weights, statistics, optimizer state, s, masks; snapshots, checkpoints, the settled and the finished network."""
+    data, (plain, resident) = batches(9), both(**options)
+    expected = ResidentNetworks if options["align"] == 1 else ResidentSlotNetworks
+    assert isinstance(resident._networks, expected)
+    assert train(plain, data[:4]) == train(resident, data[:4])
+    assert differences(plain.state_dict(), resident.state_dict()) == []  # also in mid-window
+    assert train(plain, data[4:7]) == train(resident, data[4:7])
+    assert differences(plain.snapshot().state_dict(), resident.snapshot().state_dict()) == []
+
+    state = plain.state_dict()
+    assert differences(state, resident.state_dict()) == []
+    other = start("cpu", **options)
+    train(other, data[:2])  # elsewhere
+    other.load_state_dict(state)
+    rest = train(plain, data)
+    assert rest == train(resident, data) == train(other, data)
+    back = start(None, **options)
+    back.load_state_dict(other.state_dict())
+    assert differences(back.state_dict(), other.state_dict()) == []
+
+    for sparse in (plain, resident):
+        sparse.settle(data, loss_fn, num_samples=3, max_batches=2)
+    assert torch.equal(plain.mask, resident.mask)
+    assert train(plain, data[:3]) == train(resident, data[:3])
+    assert differences(plain.state_dict(), resident.state_dict()) == []
+    small = [sparse.finish(data, loss_fn).state_dict() for sparse in (plain, resident)]
+    assert differences(*small) == []
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_finish_in_the_middle_leaves_the_search_alone(align: int) -> None:
+    """It compares masks with the second network, which was being filled for the next draw."""
+    data, (plain, resident) = batches(8), both(align=align, resample_every=3)
+    for sparse in (plain, resident):
+        train(sparse, data[:1])
+    assert train(plain, data[:3]) == train(resident, data[:3])
+    for sparse in (plain, resident):
+        sparse.finish(data[:2], loss_fn, num_samples=3)
+    assert train(plain, data) == train(resident, data)
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_values_and_settings_that_are_loaded_in_mid_window(align: int, differences: Differences) -> None:
+    data, (plain, resident) = batches(6), both(align=align, resample_every=3)
+    weights = start(None).model.state_dict()
+    for sparse in (plain, resident):
+        train(sparse, data[:4])
+        sparse.model.load_state_dict(weights)
+        sparse.optimizer.load_state_dict(copy.deepcopy(sparse.optimizer.state_dict()))
+    assert train(plain, data) == train(resident, data)
+    assert differences(plain.state_dict(), resident.state_dict()) == []
+    with pytest.raises(ValueError, match="parameter group"):
+        resident.optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+    assert train(plain, data) == train(resident, data), "a state dict that is refused has changed nothing"
+
+
+def test_a_loop_by_hand() -> None:
+    data, (plain, resident) = batches(5), both(align=1)
+    for batch in data:
+        losses = []
+        for sparse in (plain, resident):
+            loss = loss_fn(sparse.net, *batch)
+            with torch.no_grad():
+                reference = loss_fn(sparse.reference, *batch) if sparse.needs_reference else None
+            sparse.optimizer.zero_grad()
+            loss.backward()
+            sparse.optimizer.step()
+            sparse.update(loss, reference)
+            losses.append((float(loss.detach()), reference))
+        assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"optimizer": "adamw", "estimator": "leave_one_out"}, marks=SLOW)], ids=str
+)
+def test_the_graph_engine_trains_a_resident_model_too(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, differences: Differences
+) -> None:
+    pretend(monkeypatch)
+    data, (plain, resident) = batches(7), both(engine="graphs", resample_every=3, **options)
+    assert isinstance(resident._search, DeviceSearch)
+    assert isinstance(resident._networks, ResidentSlotNetworks)
+    assert train(plain, data) == train(resident, data)
+    assert resident._steps is not None
+    assert resident._steps.num_captures > 0
+    state = plain.state_dict()
+    assert differences(state, resident.state_dict()) == []
+    for sparse in (plain, resident):
+        sparse.load_state_dict(state)
+    assert train(plain, data[:4]) == train(resident, data[:4])
+    for sparse in (plain, resident):
+        sparse.settle(data, loss_fn)
+    assert train(plain, data[:3]) == train(resident, data[:3])
+
+
+# --- what is where ---------------------------------------------------------------------------------------------------
+
+
+def storages(tensors: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_the_device_shares_no_memory_with_the_dense_model(align: int) -> None:
+    sparse = start("cpu", "adamw", align=align)
+    train(sparse, batches(3))
+    dense = storages([*sparse.model.parameters(), *sparse.model.buffers()])
+    dense |= storages(v for s in sparse._networks.link._state.values() for v in s.values() if v.dim() > 0)
+    for net in (sparse.net, sparse._networks.reference.module):
+        assert not dense & storages([*net.parameters(), *net.buffers()])
+    states = [v for s in sparse.optimizer.state.values() for v in s.values() if v.dim() > 0]
+    assert len(states) == 2 * len(list(sparse.model.parameters()))
+    assert not dense & storages(states)
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_only_what_changes_crosses_the_bus(align: int) -> None:
+    """Bytes, counted entry by entry; and an entry that stays is not read at home, where it is poisoned."""
+    data, sparse = batches(9), start("cpu", align=align, resample_every=3)
+    train(sparse, data[:3])  # the optimizer has state now
+    twin = copy.deepcopy(sparse.state_dict())
+    for number in range(2):
+        now, before = present(sparse, sparse.mask), sparse.traffic
+        for name, tensor in (*sparse.model.named_parameters(), *sparse.model.named_buffers()):
+            if name in sparse.graph.tensors:
+                tensor.data[now[name]] = torch.nan
+        train(sparse, data[3 * number : 3 * number + 1])
+        assert sparse._search.pending is not None
+        following, reference = (present(sparse, mask) for mask in sparse._search.pending)
+        train(sparse, data[3 * number + 1 : 3 * number + 3])
+        up = size(sparse, following, now, copies=2) + size(sparse, reference, now, copies=1)
+        assert sparse.traffic.up - before.up == up > 0
+        assert sparse.traffic.down - before.down == size(sparse, now, following, copies=2) > 0
+        assert up < size(sparse, following, None, copies=2) + size(sparse, reference, None, copies=1)
+    other = start("cpu", align=align, resample_every=3)
+    other.load_state_dict(twin)
+    train(other, data[:6])
+    for name, tensor in other.model.state_dict().items():
+        assert torch.equal(tensor, sparse.model.state_dict()[name]), name
+
+
+def size(sparse: SparseTraining, there: dict[str, Tensor], but: dict[str, Tensor] | None, copies: int) -> int:
+    """Bytes of float32 numbers; parameters have copies of their size, statistics are alone."""
+    parameters = dict(sparse.model.named_parameters())
+    return sum(
+        4 * (copies if name in parameters else 1) * int((entries if but is None else entries & ~but[name]).sum())
+        for name, entries in there.items()
+    )
+
+
+def present(sparse: SparseTraining, mask: Tensor) -> dict[str, Tensor]:
+    """For every tensor that is cut, which of its entries a mask keeps."""
+    selection, found = sparse.graph.select(mask), {}
+    tensors = {**dict(sparse.model.named_parameters()), **dict(sparse.model.named_buffers())}
+    for name in sparse.graph.tensors:
+        whole = torch.zeros(tensors[name].shape, dtype=torch.bool)
+        ones = torch.ones(selection.shape(name, whole.shape), dtype=torch.bool)
+        found[name] = selection.scatter_(name, whole, ones)
+    return found
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_all_of_it_crosses_when_it_is_asked_for(align: int) -> None:
+    sparse = start("cpu", align=align)
+    assert start(None).traffic.up == start(None).traffic.down == 0
+    train(sparse, batches(3))
+    before, entries = sparse.traffic, present(sparse, sparse.mask)
+    sparse.sync()
+    whole = {name for name, _ in sparse.model.named_parameters()} - set(entries)
+    assert whole == {"head.bias"}
+    others = 2 * 4 * 4 + 3 * 8 + 4  # its momentum too; three counters of batches, one of forwards
+    assert sparse.traffic.down - before.down == size(sparse, entries, None, copies=2) + others
+    assert sparse.traffic.up == before.up
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_packed_with_their_strides() -> None:
+    tensors = [
+        nn.Parameter(torch.randn(3, 5)),
+        torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+        torch.tensor(7),
+        torch.randn(6, 8)[:, ::2],
+    ]
+    values, strides = [tensor.detach().clone() for tensor in tensors], [tensor.stride() for tensor in tensors]
+    buffer = pack_(tensors)
+    assert len(storages(tensors)) == 1
+    assert (buffer.data_ptr() % PAGE, buffer.numel()) == (0, PAGE)
+    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
+    assert [tensor.stride() for tensor in tensors[:3]] == strides[:3]
+    assert tensors[3].is_contiguous()
+    assert [tensor.data_ptr() - buffer.data_ptr() for tensor in tensors] == [0, ALIGN, 2 * ALIGN, 3 * ALIGN]
+    before = tensors[0].data_ptr()
+    PageLocked(torch.device("cpu")).take_(tensors)
+    assert tensors[0].data_ptr() == before
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_weight"),
+    [(lambda p: torch.optim.SGD(p, lr=0.1), 0), (OPTIMIZERS["sgd"], 4), (OPTIMIZERS["adamw"], 8)],
+    ids=["sgd without momentum", "sgd", "adamw"],
+)
+def test_needs_are_counted_from_shapes(optimizer: Any, per_weight: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20))
+    weights = 10 * 20 + 20 + 2 * 20
+    made = optimizer(model.parameters())
+    needs = memory.estimate(model, made, Params(0.25))
+    assert (needs.weights, needs.state) == (4 * weights + 2 * 20 * 4 + 8, per_weight * weights)
+    assert needs.subnet == int(0.25 * (4 * needs.weights + 2 * needs.state))
+    assert memory.estimate(model, made, Channels(0.5)).subnet == needs.subnet  # of inputs and of outputs
+    assert memory.estimate(model, made, Flops(0.5)).subnet == 2 * needs.subnet
+    assert memory.estimate(model, made).subnet == 4 * needs.subnet
+    assert needs.proof == 2 * 8 * weights  # two copies in float64
+    assert needs.host == needs.weights + max(needs.state, needs.proof)
+    assert not made.state, "nothing was made"
+
+
+def test_a_network_that_cannot_be_held_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = models.build("vgg19", num_classes=10, width=100.0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    monkeypatch.setattr(memory, "free_on_host", lambda: 10**9)
+    with pytest.raises(
+        MemoryError,
+        match=r"cannot be held dense: 3\d{3}\.\d+ GiB are still needed on the host and 0.93 GiB are free.*"
+        r"dense weights 7\d{2}\.\d+ GiB and optimizer state 7\d{2}\.\d+ GiB",
+    ):
+        SparseTraining(model, optimizer, torch.zeros(1, 3, 32, 32), Flops(0.05), full_model_device="cpu")
+    monkeypatch.setattr(memory, "free_on_host", lambda: 2**43)
+    with pytest.raises(ValueError, match=r"`model` is on the meta device.* needs dense weights 7.*to_empty"):
+        SparseTraining(model, optimizer, torch.zeros(1, 3, 32, 32), Flops(0.05), full_model_device="cpu")
+
+
+def test_networks_that_do_not_fit_on_the_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    monkeypatch.setattr(memory, "free_on_device", lambda device: 1000)
+    with FakeTensorMode():
+        example = torch.zeros(1, 1, 8, 8, device="cuda")
+    with pytest.raises(
+        MemoryError, match=r"about 0.0\d MiB are needed on cuda.*, without activations, and 0.00 MiB are"
+    ):
+        SparseTraining(model, OPTIMIZERS["sgd"](model.parameters()), example, Flops(0.5), full_model_device="cpu")
+
+
+def test_places_that_cannot_be_meant() -> None:
+    model = Net()
+    optimizer, example = OPTIMIZERS["sgd"](model.parameters()), torch.zeros(1, 1, 8, 8)
+    with pytest.raises(ValueError, match="`full_model_device` is 'cuda:1'; it must be 'cpu'"):
+        SparseTraining(model, optimizer, example, Flops(0.5), full_model_device="cuda:1")
+    with pytest.raises(ValueError, match="`example_inputs` holds no tensor"):
+        SparseTraining(model, optimizer, {"size": 3}, Flops(0.5), full_model_device="cpu")
+    with FakeTensorMode():
+        there = nn.Module()
+        there.weight = nn.Parameter(torch.empty(2, 2, device="cuda"))
+    with pytest.raises(ValueError, match="`full_model_device` is 'cpu', but `model` is on cuda; build it on the CPU"):
+        SparseTraining(there, OPTIMIZERS["sgd"](there.parameters()), example, Flops(0.5), full_model_device="cpu")
+
+
+def test_free_memory_is_some_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory.free_on_host() <= total
+    monkeypatch.setattr(memory, "Path", lambda name: (_ for _ in ()).throw(OSError))
+    assert 0 < memory.free_on_host() <= total
+
+
+# --- example and benchmark -------------------------------------------------------------------------------------------
+
+
+def test_the_example_trains_a_network_within_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--model", "small", "--width", "0.5", "--steps", "6", "--resample-every", "3", "--batch-size", "8"]
+    larger_than_the_card.main([*tiny, "--budget", "0.3", "--device", "cpu"])
+    output = capsys.readouterr().out
+    assert re.search(r"needs dense weights 0.14 MiB and optimizer state 0.14 MiB", output)
+    assert len(re.findall(r"step [36]  loss \d", output)) == 2
+    (weights,) = re.findall(r"finished: .* with (\d+) weights", output)
+    dense = models.build("small", num_classes=10, in_channels=1, width=0.5)
+    assert int(weights) < 0.5 * sum(p.numel() for p in dense.parameters())
+
+
+@pytest.mark.slow
+def test_the_benchmark_writes_a_record(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "resident.py"), "--tiny", "--device", "cpu"]
+    subprocess.run([*command, "--out", str(tmp_path / "record.json")], check=True, cwd=ROOT)
+    record = json.loads((tmp_path / "record.json").read_text())
+    resident, plain = record["rows"]
+    assert (resident["parameters"], resident["width"]) == (plain["parameters"], plain["width"])
+    assert resident["up_bytes_per_draw"] > 0 == plain["up_bytes_per_draw"]
+    assert record["slower"] == pytest.approx(resident["step_s"] / plain["step_s"] - 1)
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{"engine": "eager"}, {"engine": "eager", "align": 4}, {"engine": "graphs"}], ids=str
+)
+@pytest.mark.parametrize("estimator", ["vr_pge", "leave_one_out"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_on_a_gpu_with_the_dense_model_at_home(
+    optimizer: str, estimator: str, options: dict[str, Any], differences: Differences
+) -> None:
+    torch.backends.cudnn.deterministic = True
+    data = batches(12, device="cuda")
+    plain, resident = (
+        start(home, optimizer, "cuda", estimator=estimator, resample_every=3, **options) for home in (None, "cpu")
+    )
+    assert resident.engine == plain.engine == options["engine"]
+    assert {p.device.type for p in resident.net.parameters()} == {"cuda"}
+    assert train(plain, data) == train(resident, data)
+    states = [sparse.state_dict() for sparse in (plain, resident)]
+    assert {tensor.device.type for tensor in states[1]["model"].values()} == {"cpu"}
+    for name, tensor in states[0]["model"].items():
+        assert torch.equal(tensor.cpu(), states[1]["model"][name]), name
+    for sparse in (plain, resident):
+        sparse.load_state_dict(states[1])
+    assert train(plain, data) == train(resident, data)
+    for sparse in (plain, resident):
+        sparse.settle(data, loss_fn)
+    assert train(plain, data[:4]) == train(resident, data[:4])
+    small = resident.finish(data, loss_fn)
+    assert {tensor.device.type for tensor in small.state_dict().values()} == {"cuda"}
+    expected = plain.finish(data, loss_fn).state_dict()
+    assert differences(expected, small.state_dict()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["eager", "graphs"])
+def test_a_dense_model_never_comes_to_the_gpu(engine: str) -> None:
+    """Its weights are 160 MB, with optimizer state three times that; the device has workspaces of about 100 MB, too."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(10) for m in (nn.Linear(2000, 2000), nn.ReLU())), nn.Linear(2000, 4))
+    dense = sum(p.numel() * p.element_size() for p in model.parameters())
+    images = torch.randn(8, 2000, device="cuda")
+    labels = torch.zeros(8, dtype=torch.int64, device="cuda")
+    began = torch.cuda.memory_allocated()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    sparse = SparseTraining(
+        model, optimizer, images[:1], Flops(0.05), engine=engine, resample_every=2, full_model_device="cpu"
+    )
+    train(sparse, [(images, labels)] * 8)
+    sparse.load_state_dict(sparse.state_dict())
+    train(sparse, [(images, labels)] * 4)
+    sparse.finish([(images, labels)], loss_fn)
+    assert torch.cuda.max_memory_allocated() - began < 1.5 * dense
+    assert all(p.is_pinned() for p in model.parameters())
+    assert sparse.traffic.up > 0
