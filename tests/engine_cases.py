@@ -209,6 +209,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(device: str, resample_every: 
 
 
 @pytest.mark.parametrize("resample_every", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
 def test_checkpoints_go_between_engines_and_devices(device: str, resample_every: int) -> None:
     data = batches(device, 8)
     whole = small(device, resample_every=resample_every)

@@ -124,6 +124,7 @@ def test_what_must_stay_whole_does(name, coupling):
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.slow
 def test_cost_table_is_exact(name, coupling):
     model, inputs, graph = traced(name, coupling)
     flops, params = Flops(1.0).bind(graph.costs), Params(1.0).bind(graph.costs)
@@ -176,6 +177,7 @@ NOT_IN_REFERENCE = {
 
 @pytest.mark.parametrize("coupling", ["filter", pytest.param("stream", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in NOT_IN_REFERENCE])
+@pytest.mark.slow
 def test_zoo_against_hooks(name, coupling):
     model, inputs, graph = traced(name, coupling)
     selection = graph.select(random_mask(graph, 0.5, seed=3))

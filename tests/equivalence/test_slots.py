@@ -197,6 +197,7 @@ def test_seats_are_those_of_the_selection(seed: int, coupling: str) -> None:
         assert not bool(seating(full).fits)
 
 
+@pytest.mark.slow
 def test_shapes_survive_draws_and_cost_what_the_table_says() -> None:
     images = torch.randn(2, 3, 16, 16)
     for coupling in ("filter", "stream"):

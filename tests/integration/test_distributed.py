@@ -273,6 +273,7 @@ def test_the_program_on_two_ranks_is_that_on_one(tmp_path: Path) -> None:
         assert json.loads((tmp_path / f"{method}-2" / "record.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.slow
 def test_the_example_runs_in_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tiny = ["--epochs", "1", "--batch-size", "500", "--width", "0.25", "--budget", "0.3"]
     distributed_training.main([*tiny, "--save", str(tmp_path / "training.pt")])

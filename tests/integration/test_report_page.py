@@ -172,6 +172,7 @@ def test_extreme_numbers_are_drawn() -> None:
     assert "nan" not in "".join(re.findall(r'(?:d|x|y|points)="[^"]*"', page.render([low, high, none, *half])))
 
 
+@pytest.mark.slow
 def test_long_runs_stay_small_and_quick() -> None:
     runs = [make(seed=seed, epochs=10_000) for seed in range(2)]
     start = time.perf_counter()

@@ -217,6 +217,7 @@ class Stopping(Unwatched):
         return self.after < 0
 
 
+@pytest.mark.slow
 def test_a_flip_study_measures_and_its_training_does_not_notice(
     flipped: Path, tmp_path: Path, differences: Callable[[Any, Any], list[str]]
 ) -> None:

@@ -520,6 +520,7 @@ def test_autocast_leaves_channels_their_type():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the compiler has its own kernels")
+@pytest.mark.slow
 def test_channels_compile_as_one_graph():
     x, index, inverse = channels_example((2, 6, 3, 3), -3, torch.float32)
     compiled = torch.compile(take_channels, backend="aot_eager", fullgraph=True)

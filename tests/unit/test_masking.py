@@ -58,7 +58,7 @@ def test_one_mask_after_the_other_is_the_narrow_network(name: str, coupling: str
 def test_it_is_a_copy_of_the_model_as_it_was() -> None:
     model, inputs, graph = prepared("vgg_bn", "filter")
     called: list[str] = []
-    hooks = {name: functools.partial(called.append, name) for name in ("sync", "reload", "adopt", "dense")}
+    hooks = {name: functools.partial(called.append, name) for name in ("sync", "reload", "release", "adopt", "dense")}
     keep_dense(model, torch.optim.SGD(model.parameters()), **hooks)  # as a training does
     masked = MaskedNetwork(model, graph)
     masked.module.state_dict()

@@ -160,6 +160,7 @@ def test_resnet32_is_twice_as_wide_as_usual() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_width_scales_every_layer_and_the_other_arguments_reach_both_ends(name: str) -> None:
     size = PUBLISHED[name][0]
     with torch.device("meta"):
@@ -195,6 +196,7 @@ TINY = {
 
 @pytest.mark.parametrize("coupling", ["filter", "stream"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_narrow_network_equals_the_masked_one_and_all_of_it_can_shrink(name: str, coupling: str) -> None:
     width, size = TINY[name]
     inputs = images(3, size)

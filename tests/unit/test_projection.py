@@ -306,6 +306,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("budget", [Flops(0.05), Flops(0.3), Params(0.1), Channels(0.3)], ids=str)
 @pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.slow
 def test_multisection_meets_the_limit_on_networks(network: str, budget: Budget) -> None:
     """Steps as Adam makes them, up and down, large and small: within 1e-7 of the limit, and never above."""
     table = NETWORKS[network]()

@@ -114,6 +114,7 @@ LARGE = {"resnet50", "wrn28_10", "mobilenet_v1"}
         if p.paper and p.recipe.method == "slimstart"
     ],
 )
+@pytest.mark.slow
 def test_a_search_starts_at_the_flops_that_the_paper_reports(name: str) -> None:
     entry = PRESETS[name]
     assert entry.paper is not None
