@@ -1,7 +1,7 @@
 """A network larger than the device: what it costs to keep the dense model on the host.
 
     python benchmarks/resident.py --out results/resident_h200.json
-    python benchmarks/resident.py --tiny --out /tmp/resident.json
+    python benchmarks/resident.py --tiny --out resident.json
 
 A VGG-19, as wide as makes its dense weights and SGD state four times the memory that the process may use of the GPU, is
 trained at 5 % of its FLOPs, on random images. Then the same without the limit, with the dense model on the GPU. A row
