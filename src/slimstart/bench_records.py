@@ -8,18 +8,15 @@ their range, and its ratios are those of its times. docs/program.md describes ev
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from slimstart import atomic
 from slimstart.errors import RecordError
-from slimstart.records import of_schema
+from slimstart.records import read_plain, write_plain
 
 SCHEMA = "slimstart.bench/1"
 STRUCTURES = ("start", "middle")
@@ -93,7 +90,7 @@ class Bench:
 
 def write(bench: Bench, path: str | os.PathLike[str]) -> None:
     """Write a record as JSON, atomically; `read` is the inverse."""
-    atomic.write(path, (json.dumps(dataclasses.asdict(bench), indent=1, allow_nan=False) + "\n").encode())
+    write_plain(bench, path)
 
 
 def read(path: str | os.PathLike[str]) -> Bench:
@@ -102,13 +99,7 @@ def read(path: str | os.PathLike[str]) -> Bench:
     Raises:
         RecordError: there is none, or it is not of this schema; the message says which field.
     """
-    path = Path(path)
-    file = path / "record.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{file} cannot be read as the record of a benchmark: {error}") from error
-    return of_schema(Bench, content, SCHEMA, file, "a benchmark")
+    return read_plain(Bench, path, SCHEMA, "a benchmark")
 
 
 def _problems(row: Row) -> Iterator[str]:

@@ -165,6 +165,26 @@ def read(path: str | os.PathLike[str]) -> Record:
     return of_schema(Record, content, SCHEMA, file, "a run")
 
 
+def write_plain(record: Any, path: str | os.PathLike[str]) -> None:
+    """Write a dataclass of plain values as JSON, atomically; `read_plain` is the inverse."""
+    atomic.write(path, (json.dumps(dataclasses.asdict(record), indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_plain(kind: type[Kind], path: str | os.PathLike[str], schema: str, what: str) -> Kind:
+    """Read a record of this kind: a JSON file, or a folder that holds `record.json`; arguments as for `of_schema`.
+
+    Raises:
+        RecordError: there is none, or it is not of this schema; the message says which field.
+    """
+    path = Path(path)
+    file = path / "record.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{file} cannot be read as the record of {what}: {error}") from error
+    return of_schema(kind, content, schema, file, what)
+
+
 def of_schema(kind: type[Kind], content: Any, schema: str, file: Path, what: str) -> Kind:
     """A record of this kind, from what the JSON of a file holds.
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from slimstart import atomic
 from slimstart.errors import RecordError
-from slimstart.records import of_schema
+from slimstart.records import read_plain, write_plain
 
 SCHEMA = "slimstart.study/1"
 LARGEST = 1e30
@@ -87,7 +84,7 @@ class Study:
 
 def write(study: Study, path: str | os.PathLike[str]) -> None:
     """Write a record as JSON, atomically; `read` is the inverse."""
-    atomic.write(path, (json.dumps(dataclasses.asdict(study), indent=1, allow_nan=False) + "\n").encode())
+    write_plain(study, path)
 
 
 def read(path: str | os.PathLike[str]) -> Study:
@@ -96,13 +93,7 @@ def read(path: str | os.PathLike[str]) -> Study:
     Raises:
         RecordError: there is none, or it is not of this schema; the message says which field.
     """
-    path = Path(path)
-    file = path / "record.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{file} cannot be read as the record of a study: {error}") from error
-    return of_schema(Study, content, SCHEMA, file, "a study")
+    return read_plain(Study, path, SCHEMA, "a study")
 
 
 def _problems(study: Study) -> Iterator[str]:

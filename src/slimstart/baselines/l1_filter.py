@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimstart.baselines.gates import device_of
 from slimstart.baselines.pruning import Trained, filter_norms, group_sizes, keep_best, keep_share, largest_within
 from slimstart.subnet import MaskedNetwork
 
@@ -41,10 +40,10 @@ def choose(trained: Trained) -> Tensor:
 def sensitivity(trained: Trained, scores: Tensor) -> Tensor:
     """(groups, fractions): by how much the loss rises if this group alone keeps this fraction; ever higher."""
     graph = trained.graph
-    network, device = MaskedNetwork(trained.model, graph), device_of(trained.model)
+    network = MaskedNetwork(trained.model, graph)
 
     def loss(mask: Tensor) -> Tensor:
-        network.set_(mask.to(device))
+        network.set_(mask)
         losses = [trained.loss_fn(network.module, *batch) for batch in trained.batches[:NUM_BATCHES]]
         return torch.stack(losses).mean().double()
 

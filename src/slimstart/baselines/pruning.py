@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget
@@ -81,6 +82,11 @@ def filter_weights(model: nn.Module, graph: ChannelGraph) -> dict[str, tuple[nn.
             dim = next(p.dim for p in graph.tensors[name] if torch.equal(graph.units_along(p.axis), units))
             found[layer] = parameters[name], dim
     return found
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Every batch norm with scales, by the name of its weight."""
+    return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
 
 
 def ranks(scores: Tensor, graph: ChannelGraph) -> Tensor:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from slimstart.baselines.pruning import Trained, keep_share
+from slimstart.baselines.pruning import Trained, batch_norms, keep_share
 from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph
 from slimstart.structure import cut
@@ -28,7 +27,7 @@ def choose(trained: Trained) -> Tensor:
 
 def penalty(model: nn.Module) -> Tensor:
     """The sum of the magnitudes of all batch norm scales."""
-    return torch.stack([weight.abs().sum() for weight in _weights(model).values()]).sum()
+    return torch.stack([norm.weight.abs().sum() for norm in batch_norms(model).values()]).sum()
 
 
 def scales(model: nn.Module, graph: ChannelGraph) -> Tensor:
@@ -38,11 +37,11 @@ def scales(model: nn.Module, graph: ChannelGraph) -> Tensor:
         TraceError: a unit has none.
     """
     found = torch.full((graph.num_units,), -1.0, dtype=torch.float64)
-    for name, weight in _weights(model).items():
-        for piece in graph.tensors.get(f"{name}.weight", ()):
+    for name, norm in batch_norms(model).items():
+        for piece in graph.tensors.get(name, ()):
             units = graph.units_along(piece.axis)
             there = units >= 0
-            values = weight.detach().abs().double().cpu()[there]
+            values = norm.weight.detach().abs().double().cpu()[there]
             found.scatter_reduce_(0, units[there], values, "amax")
     if bool((found < 0).any()):
         group = graph.groups[int(graph.costs.unit_group[(found < 0).nonzero()[0, 0]])]
@@ -51,7 +50,3 @@ def scales(model: nn.Module, graph: ChannelGraph) -> Tensor:
             "choose another method"
         )
     return found
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {n: m.weight for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slimstart.baselines.pruning import Trained, filter_norms, filter_rows, keep_share
+from slimstart.baselines.pruning import Trained, batch_norms, filter_norms, filter_rows, keep_share
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget
 
@@ -69,7 +69,7 @@ def _factors(kept: Tensor, units: Tensor, zero: float) -> Tensor:
 
 def _rows(model: nn.Module, graph: ChannelGraph) -> list[tuple[_BatchNorm, Tensor]]:
     """Every batch norm with scales, and the unit of each of its rows (-1: always there)."""
-    norms = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
+    norms = batch_norms(model)
     return [(norms[name], graph.units_along(graph.tensors[name][0].axis)) for name in norms if name in graph.tensors]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimstart.cli.display import console, show_table
+from slimstart.cli.options import split
 from slimstart.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def bench(
     from slimstart.recipes.bench_settings import Settings
 
     settings = Settings(
-        budgets=_split(budget),
+        budgets=split(budget),
         resample_every=_numbers("resample_every", resample_every),
-        structures=_split(structure),
+        structures=split(structure),
         keep_probs=None if keep_probs is None else str(keep_probs),
         model=model,
         batch_size=batch_size,
@@ -112,12 +113,8 @@ def _show(rows: Sequence[Row]) -> None:
     show_table([*titles, "against dense", "of the limit", "memory, MiB"], cells)
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
 def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in _split(text))
+        return tuple(int(part) for part in split(text))
     except ValueError as error:
         raise ConfigError(f"`{name}` is {text!r}; it must be a number, or several with commas between them") from error

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
         ConfigError, BudgetError, CheckpointError: before anything is measured.
     """
     benchmark = Benchmark(settings, surroundings.find_device(device))
-    file, started, rows = folder / "record.json", _now(), list[Row]()
+    file, started, rows = folder / "record.json", surroundings.now(), list[Row]()
     if file.exists():
         raise ConfigError(f"{folder} holds a record already; choose another --out")
     try:
@@ -62,13 +61,9 @@ def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
     about = {"command": surroundings.command(), **surroundings.facts(benchmark.task.device), "started": started}
     for row in benchmark.rows():
         rows.append(row)
-        bench = Bench(**about, finished=_now(), settings=dataclasses.asdict(settings), rows=tuple(rows))
+        bench = Bench(**about, finished=surroundings.now(), settings=dataclasses.asdict(settings), rows=tuple(rows))
         bench_records.write(bench, file)
         yield row
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Benchmark:

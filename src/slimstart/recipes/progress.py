@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from slimstart import records
@@ -27,7 +26,7 @@ class Progress:
     peak_memory: int = 0
     gradient_bytes: int = 0  # that ranks have exchanged, each, over all steps
     command: str = field(default_factory=surroundings.command)  # that began the run
-    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    started: str = field(default_factory=surroundings.now)
     history: list[records.Epoch] = field(default_factory=list)
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +53,7 @@ def make_record(
         command=progress.command,
         **surroundings.facts(program.device),
         started=progress.started,
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        finished=surroundings.now(),
         accuracy=accuracy,
         test_loss=loss,
         flops=own_flops,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def variance(
     Raises:
         ConfigError, CheckpointError, DataError: before anything is measured.
     """
-    started, file = _now(), out / "record.json"
+    started, file = surroundings.now(), out / "record.json"
     if file.exists():
         raise ConfigError(f"{out} holds a record already; choose another --out")
     program = Program(run.recipe(own_model), run, place)
@@ -79,7 +78,7 @@ def flip(recipe: Recipe, settings: FlipSettings, place: Place, out: Path, watche
             f"`every` is {settings.every}, and the search of method {recipe.method} has {recipe.search_epochs} epochs; "
             "take a smaller one, or search longer"
         )
-    file, run, started = out / "record.json", Run(out / "run"), _now()
+    file, run, started = out / "record.json", Run(out / "run"), surroundings.now()
     known: tuple[FlipRow, ...] = ()
     if file.exists():
         before = study_records.read(file)
@@ -114,7 +113,7 @@ def _study(program: Program, settings: VarianceSettings | FlipSettings, started:
         command=surroundings.command(),
         **surroundings.facts(program.device),
         started=started,
-        finished=_now(),
+        finished=surroundings.now(),
         config=dataclasses.asdict(program.recipe),
         settings=dataclasses.asdict(settings),
         epoch=program.progress.epoch,
@@ -127,7 +126,3 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error}; choose another --out") from error
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

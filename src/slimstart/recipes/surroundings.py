@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ class Place:
             raise ConfigError(f"`engine` is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
         if self.batch_norm not in BATCH_NORMS:
             raise ConfigError(f"`batch_norm` is {self.batch_norm!r}; it must be one of {', '.join(BATCH_NORMS)}")
+
+
+def now() -> str:
+    """The time, by ISO 8601, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def command() -> str:
