@@ -129,6 +129,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "no norm": lambda ranks: sparse_training(ranks, "none"),
     "batch norm, padded": lambda ranks: sparse_training(ranks, "batch", align=4),
     "held, clipped": lambda ranks: sparse_training(ranks, "batch", resample_every=3, max_grad_norm=0.5),
+    "dense model at home": lambda ranks: sparse_training(ranks, "batch", resample_every=2, full_model_device="cpu"),
     "symmetric, one mask per stream": lambda ranks: sparse_training(
         ranks, "none", estimator="vr_pge_symmetric", coupling="stream"
     ),
@@ -253,12 +254,12 @@ def traffic(ranks: Ranks) -> dict[str, Any]:
     return {"said": said, "counts": counts, "dense": sparse.dense_gradient_bytes}
 
 
-def out_of_step(ranks: Ranks, what: str) -> str:
+def out_of_step(ranks: Ranks, what: str, **settings: Any) -> str:
     """Ranks that differ: in their seeds, or in a weight that only one of them has changed."""
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seed = ranks.rank if what == "seed" else 0
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, seed=seed)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, seed=seed, **settings)
     for number, batch in enumerate(batches(ranks, 3)):
         if number == 1 and ranks.rank == 1:
             sparse.net.module.head.bias.data.add_(1)
@@ -266,6 +267,18 @@ def out_of_step(ranks: Ranks, what: str) -> str:
             dist.set_debug_level(dist.DebugLevel.INFO)
         sparse.step(cross_entropy, *batch)
     return "unseen"
+
+
+def out_of_step_at_home(ranks: Ranks) -> str:
+    return out_of_step(ranks, "weight", full_model_device="cpu")
+
+
+def out_of_reach(ranks: Ranks) -> str:
+    """A group that exchanges tensors on GPUs alone, and a dense model on the host."""
+    model = synchronise_batch_norm(network("batch"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, full_model_device="cpu")
+    return "reached"
 
 
 def first_fails(ranks: Ranks) -> tuple[str, float]:

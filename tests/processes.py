@@ -24,18 +24,23 @@ CONTEXT.set_forkserver_preload(["tests.distributed_cases"])
 
 
 def on_ranks(
-    size: int, case: Callable[..., Any], *arguments: Any, timeout: float = 60.0, patience: float = 60.0
+    size: int,
+    case: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 60.0,
+    patience: float = 60.0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """What `case(ranks, *arguments)` returns on each of `size` gloo ranks, or the exception that it ends with.
 
     A rank that is killed gives None; what has not ended after `timeout` seconds is killed. They wait for one another
-    for `patience` seconds.
+    for `patience` seconds. The backend "cuda:gloo" is for tensors on GPUs alone, as nccl is.
     """
     with tempfile.TemporaryDirectory() as folder:
         workers = []
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe()
-            settings = (rank, size, str(Path(folder) / "store"), patience, theirs, case, arguments)
+            settings = (rank, size, backend, str(Path(folder) / "store"), patience, theirs, case, arguments)
             worker = CONTEXT.Process(target=_run, args=settings, daemon=True)
             worker.start()
             theirs.close()
@@ -55,11 +60,18 @@ def on_ranks(
 
 
 def _run(
-    rank: int, size: int, store: str, patience: float, answer: Connection, case: Callable[..., Any], arguments: Any
+    rank: int,
+    size: int,
+    backend: str,
+    store: str,
+    patience: float,
+    answer: Connection,
+    case: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=patience)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
         outcome = case(Ranks(weakref.ref(dist.group.WORLD)), *arguments)
     except Exception as error:

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from slimstart.errors import DesynchronisedError, RankError
+from slimstart.errors import ConfigError, DesynchronisedError, RankError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -107,11 +107,27 @@ class Ranks:
         return tuple(self.total(torch.tensor(flags)).gt(0).tolist())
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite tensors with those of rank 0."""
+        """Overwrite tensors with those of rank 0.
+
+        Raises:
+            ConfigError: some of them are on a device that the process group has no backend for.
+        """
         if self.reference is not None:
+            self._check_reach(tensors)
             with reporting(), torch.no_grad():
                 for tensor in tensors:
                     dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+    def _check_reach(self, tensors: Sequence[Tensor]) -> None:
+        """See whether the group can exchange tensors where they are; PyTorch says it less plainly, and later."""
+        backends = dist.get_backend_config(self.group)
+        reached = {part.partition(":")[0] for part in backends.split(",")}
+        if beyond := sorted({tensor.device.type for tensor in tensors} - reached):
+            raise ConfigError(
+                f"the model is on {' and '.join(beyond)}, where these ranks cannot exchange it: the backend of "
+                f"their process group is {backends}. Begin with torch.distributed.init_process_group("
+                "'cpu:gloo,cuda:nccl'), or let slimstart.integrations.joined do it"
+            )
 
     # --- anything else -----------------------------------------------------------------------------------------------
 

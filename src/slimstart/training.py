@@ -527,6 +527,8 @@ class SparseTraining:
 
     def _check_ranks(self, when: str) -> None:
         """See whether all ranks hold the same."""
+        if self._place is not None:  # a draw leaves behind what both networks have, and the rest may be on its way home
+            self.sync()
         structure = {"keep-probabilities": self.keep_probs, "masks": self._networks.masks}
         dense = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.ranks.check_equal(structure | dense, when)

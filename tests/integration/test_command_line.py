@@ -190,6 +190,8 @@ def test_help_answers_without_loading_pytorch() -> None:
         (["--weight-decay", "-1"], "must not be negative"),
         (["--method", "magic"], "it must be one of slimstart, dense, narrow, random, l1"),
         (["--method", "dense", "--budget", "flops=0.1"], "the method dense has none"),
+        (["--method", "narrow", "--full-model-device", "cpu"], "leave it out, or take the method slimstart"),
+        (["--full-model-device", "cuda:1"], "`full_model_device` is 'cuda:1'; it must be cpu"),
         (["--warmup-epochs", "500"], "less than `epochs`"),
         (["--model", OWN, "--width", "0.5"], "no network of ours"),
         (["--device", "toaster"], "cannot be used here"),
@@ -222,6 +224,15 @@ def test_failures_have_status_1(slimstart: Slimstart, trained: Path, tmp_path: P
         assert errors.startswith("error: ")
         assert re.search(message, errors)
         assert errors.count("\n") == 1
+
+
+def test_a_network_too_large_for_the_host_is_refused_with_numbers(
+    slimstart: Slimstart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slimstart.memory.free_on_host", lambda: 0)
+    status, _, errors = slimstart("train", *TINY, "--full-model-device", "cpu")
+    assert status == 1
+    assert re.match(r"error: this network cannot be held dense: \S+ MiB are still needed .* narrower.*state\n$", errors)
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import slimstart
@@ -121,6 +122,40 @@ def test_ranks_that_differ_are_found_out(what: str, named: str) -> None:
     for found in on_ranks(2, cases.out_of_step, what):
         assert isinstance(found, DesynchronisedError)
         assert re.search(named, str(found)), found
+
+
+def test_ranks_that_differ_are_found_out_where_the_dense_model_is_at_home() -> None:
+    for found in on_ranks(2, cases.out_of_step_at_home):
+        assert isinstance(found, DesynchronisedError)
+        assert re.search("head.bias .*2 st", str(found)), found
+
+
+def test_a_group_that_does_not_reach_the_host_is_refused() -> None:
+    assert on_ranks(2, cases.out_of_reach, backend="cpu:gloo,cuda:gloo") == ["reached", "reached"]
+    for found in on_ranks(2, cases.out_of_reach, backend="cuda:gloo"):
+        assert isinstance(found, ConfigError), found
+        assert re.match(r"the model is on cpu, .* is cuda:gloo\. .*'cpu:gloo,cuda:nccl'.*joined", str(found))
+
+
+def test_the_program_joins_both_devices_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def init(backend: str, **_: Any) -> None:
+        asked.append(backend)
+        raise RuntimeError("enough seen")
+
+    store = dist.HashStore()
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("slimstart.integrations.distributed.rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        with pytest.raises(RuntimeError, match="enough seen"), joined():
+            pass
+    assert asked == ["gloo", "cpu:gloo,cuda:nccl"]
 
 
 def test_what_one_rank_does_for_all_fails_for_all() -> None:
@@ -271,6 +306,20 @@ def test_the_program_on_two_ranks_is_that_on_one(tmp_path: Path) -> None:
         assert two.test_loss == pytest.approx(one.test_loss, rel=1e-3)  # in float32
         assert [e.train_loss for e in two.history] == pytest.approx([e.train_loss for e in one.history], rel=1e-4)
         assert json.loads((tmp_path / f"{method}-2" / "record.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("align", [1, 4])
+def test_a_dense_model_at_home_changes_nothing_on_two_ranks(
+    tmp_path: Path, align: int, differences: Callable[[Any, Any], list[str]]
+) -> None:
+    recipe = merged(RECIPE, {"model": "tests.distributed_cases:without_dropout", "align": align})
+    together, _ = on_ranks(2, cases.program, tmp_path / "together", recipe)
+    apart, _ = on_ranks(2, cases.program, tmp_path / "apart", merged(recipe, {"full_model_device": "cpu"}))
+    assert apart.config["full_model_device"] == "cpu"
+    other = {"config": together.config, "config_hash": together.config_hash}
+    assert differences(outcome(together), outcome(apart) | other) == []
+    assert Run(tmp_path / "apart").network.read_bytes() == Run(tmp_path / "together").network.read_bytes()
 
 
 @pytest.mark.slow

@@ -16,8 +16,10 @@ from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import Recipe, make_model, merged
 from slimstart.recipes.runs import Run, claim
-from slimstart.recipes.surroundings import Place
+from slimstart.recipes.search import Search
+from slimstart.recipes.surroundings import Place, suited
 from slimstart.recipes.watching import Interrupted, Unwatched
+from slimstart.subnet import ResidentNetworks
 
 OWN = "tests.tiny_networks:with_dropout"
 TINY = Recipe(
@@ -86,6 +88,58 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_is_not(
             stops += 1
     assert stops >= 4
     assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / "parts")) == []
+
+
+def test_a_dense_network_at_home_changes_nothing(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+    """Stopped and resumed, it ends as a run does that keeps everything in one place and was never stopped."""
+    recipe = merged(TINY, {"full_model_device": "cpu", "resample_every": 2, "epochs": 2, "finetune_epochs": 0})
+    recipe = merged(recipe, {"settle_at": 0.5, "eval_every": 2, "batch_size": 300, "validation": 5000})
+    started(tmp_path / "together", merged(recipe, {"full_model_device": None}), place=SELDOM).train()
+    for steps in (1, 4):  # in the search, within a window; and with the structure fixed
+        with pytest.raises(Killed):
+            started(tmp_path / "apart", recipe, watcher=Killer(steps)).train()
+    program = started(tmp_path / "apart", recipe, place=dataclasses.replace(QUICK, timing_rounds=1))
+    assert isinstance(program.method, Search)
+    assert isinstance(program.method.sparse._networks, ResidentNetworks)
+    record = program.train()
+    assert record.config["full_model_device"] == "cpu"
+    assert record.dense_step_ms is None  # of a network that may not fit
+    assert record.narrow_step_ms is not None
+    (together, network), (apart, same) = outcome(tmp_path / "together"), outcome(tmp_path / "apart")
+    assert network == same
+    others = [name for name in apart if name.endswith("step_ms") or name.startswith(("step_", "config"))]
+    assert differences(together, apart | {name: together[name] for name in others}) == []
+
+
+def test_a_network_at_home_has_the_format_of_the_device() -> None:
+    home, gpu = torch.device("cpu"), torch.device("cuda")
+    network = suited(make_model("small", num_classes=10, in_channels=3), home, gpu)
+    assert {tensor.device for tensor in network.state_dict().values()} == {home}
+    weights = [p for p in network.parameters() if p.dim() == 4 and p[0, 0].numel() > 1]
+    assert weights
+    assert all(weight.stride(1) == 1 for weight in weights)  # channels lie beside each other
+    plain = suited(make_model("small", num_classes=10, in_channels=3), home, home)
+    assert all(p.is_contiguous() for p in plain.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_dense_network_at_home_never_comes_to_the_gpu(tmp_path: Path) -> None:
+    recipe = Recipe(
+        model="small", width=24.0, budget="flops=0.02", epochs=1, batch_size=100, num_masks=2, resample_every=20
+    )
+    recipe = merged(recipe, {"full_model_device": "cpu"})
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    place = Place(device="cuda", checkpoint_seconds=1.0, timing_rounds=2)
+    record = started(tmp_path / "run", recipe, place=place).train()
+    assert record.device == "cuda"
+    assert record.dense_step_ms is None
+    assert torch.cuda.max_memory_allocated() < 4 * record.dense_params  # and momentum would be as much again
+    network = files.load(
+        Run(tmp_path / "run").network, lambda: make_model("small", num_classes=10, in_channels=1, width=24.0)
+    )
+    assert sum(p.numel() for p in network.parameters()) == record.params
 
 
 def test_a_polite_stop_saves_between_checkpoints(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:

@@ -371,6 +371,18 @@ def test_runs_without_a_search_are_refused(flipped: Path, stopped: Path, tmp_pat
         study.variance(Run(stopped), settings, QUICK, tmp_path, OWN)
 
 
+def test_a_study_needs_the_dense_network_on_the_device(tmp_path: Path) -> None:
+    recipe, run = merged(TINY, {"full_model_device": "cpu"}), Run(tmp_path / "run")
+    run.create(recipe)
+    with pytest.raises(
+        ConfigError, match=r"`full_model_device` is 'cpu', but a study .*a run that was trained without"
+    ):
+        study.variance(run, VarianceSettings(), QUICK, tmp_path / "out", OWN)
+    with pytest.raises(ConfigError, match="`full_model_device` is 'cpu', but a study"):
+        study.flip(recipe, FlipSettings(every=1), QUICK, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_flip_studies_of_something_else_are_refused(flipped: Path, tmp_path: Path) -> None:
     for recipe, settings, folder, message in [
         (

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slimstart import records
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
 from slimstart.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
@@ -35,6 +36,28 @@ def test_all_problems_are_told_at_once() -> None:
         assert f"`{name}` is" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"full_model_device": "cuda"}, "`full_model_device` is 'cuda'; it must be cpu, or left out"),
+        ({"method": "narrow"}, "the method narrow has no dense network beside .* take the method slimstart"),
+        ({"method": "dense", "budget": None}, "the method dense has no dense network beside"),
+        ({"estimator": "gumbel"}, "the estimator gumbel trains the dense network; .* take one of .*vr_pge"),
+    ],
+)
+def test_places_of_the_dense_network_that_cannot_be_meant(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Recipe(**{"full_model_device": "cpu", **settings})
+
+
+def test_runs_from_before_the_dense_network_had_a_place_keep_their_hash() -> None:
+    record = records.read(Path(__file__).parents[2] / "results" / "vgg19-cifar10-60" / "paper.json")
+    assert "full_model_device" not in record.config
+    recipe = Recipe(**record.config)
+    assert recipe.hash == record.config_hash
+    assert merged(recipe, {"full_model_device": "cpu"}).hash != recipe.hash
+
+
 recipes = st.builds(
     Recipe,
     epochs=st.integers(1, 1000),
@@ -45,6 +68,7 @@ recipes = st.builds(
     budget=st.floats(1e-3, 1).map(lambda fraction: f"flops={fraction}"),
     image_size=st.none() | st.integers(1, 1000),
     finetune_epochs=st.integers(0, 5),
+    full_model_device=st.sampled_from([None, "cpu"]),
 )
 
 

@@ -68,7 +68,7 @@ def main() -> None:
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, SlimstartError | OSError):
+    if isinstance(error, SlimstartError | OSError | MemoryError):
         return text
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory; try a smaller --batch-size ({text})"

@@ -54,14 +54,15 @@ def step_times(
         dense_flops: of the dense one.
         engine: of all of them.
     """
-    steps: dict[str, Step] = {"dense": _plain_step(recipe, make_model(), batch, engine)}
+    steps: dict[str, Step] = {}
+    if recipe.full_model_device is None:  # otherwise it may be larger than the device
+        steps["dense"] = _plain_step(recipe, make_model(), batch, engine)
     if recipe.method != "dense":
-        model, align = make_model(), alignment(recipe, batch[0].device, engine)
-        graph = trace(model, batch[0][:1], coupling="stream")
+        align = alignment(recipe, batch[0].device, engine)
         # Half a FLOP more, so that rounding does not make it the next narrower network.
         budget = Flops(min(1.0, (own_flops + 0.5) / dense_flops))
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            steps["narrow"] = _plain_step(recipe, narrow(model, graph, budget, align), batch, engine)
+            steps["narrow"] = _plain_step(recipe, _narrowed(make_model(), batch, budget, align), batch, engine)
     if recipe.method == "slimstart":
         held_long = recipe.resample_every > 1  # then draws are made by hand, so that a held step makes none
         endless = merged(recipe, {"resample_every": 10**9 if held_long else 1})
@@ -77,8 +78,14 @@ def step_times(
     if "held" in times:  # a window is one first step, and the rest are held
         held, n = times["held"], recipe.resample_every
         own = {lap: (time + (n - 1) * held[lap]) / n for lap, time in own.items()}
-    narrow_ms = times["narrow"]["total"] if "narrow" in times else None
-    return StepTimes(own["total"], own["forward"], own["backward"], times["dense"]["total"], narrow_ms)
+    dense_ms, narrow_ms = (times[name]["total"] if name in times else None for name in ("dense", "narrow"))
+    return StepTimes(own["total"], own["forward"], own["backward"], dense_ms, narrow_ms)
+
+
+def _narrowed(model: nn.Module, batch: Batch, budget: Flops, align: int) -> nn.Module:
+    """The hand-narrowed network, on the device of the batch."""
+    example = batch[0][:1].to(next(model.parameters()).device)
+    return narrow(model, trace(model, example, coupling="stream"), budget, align).to(batch[0].device)
 
 
 def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch, engine: str) -> Step:

@@ -74,16 +74,18 @@ class Program:
         self.recipe, self.run, self.ranks = recipe, run, ranks
         self.place, self.watcher = place or Place(), watcher or Unwatched()
         self.device = surroundings.find_device(self.place.device)
+        self.home = torch.device(recipe.full_model_device or self.device)  # of the dense network
         surroundings.set_precision(recipe.precision)
         self.data = self._load_data()
         self.steps_per_epoch = len(self.data.train)
         self.example = torch.zeros(1, *self.data.image_shape, device=self.device)
         torch.manual_seed(recipe.seed)
         model = self.make_model()
-        self.dense_flops = flops(model, self.example)
+        at_home = self.example.to(self.home)
+        self.dense_flops = flops(model, at_home)
         self.dense_params = sum(parameter.numel() for parameter in model.parameters())
         self.dense_gradient_bytes = _gradient_bytes(model.parameters())
-        saved = first_layers(model, self.example).input_gradient()
+        saved = first_layers(model, at_home).input_gradient()
         self.dense_step_flops = recipe.batch_size * (3 * self.dense_flops - saved)
         wrap = data_parallel if ranks.size > 1 else None
         self.method = make_method(recipe, model, self.example, self.steps_per_epoch, self.place.engine, wrap)
@@ -94,12 +96,12 @@ class Program:
         self._began = self._last_saved = self._last_shown = time.monotonic()
 
     def make_model(self) -> nn.Module:
-        """The dense network, freshly initialised."""
+        """The dense network, freshly initialised, at home."""
         recipe, channels = self.recipe, self.data.image_shape[0]
         model = make_model(recipe.model, num_classes=self.data.num_classes, in_channels=channels, width=recipe.width)
         if self.ranks.size > 1 and self.place.batch_norm == "synchronised":
             model = synchronise_batch_norm(model)
-        return surroundings.suited(model, self.device)
+        return surroundings.suited(model, self.home, self.device)
 
     def _load_data(self) -> ImageData:
         """This rank's share; rank 0 goes first, which may have to download."""

@@ -91,6 +91,11 @@ class Recipe:
     finetune_schedule: str = _setting("constant", "of that learning rate; as `schedule`")
 
     precision: str = _setting("float32", f"of products: {', '.join(PRECISIONS)}")
+    full_model_device: str | None = _setting(
+        None,
+        "cpu: dense weights and optimizer state stay in the host's memory, for networks larger than the GPU; method "
+        "slimstart only. With the network if not given",
+    )
     eval_every: int = _setting(1, "epochs between two evaluations")
     seed: int = _setting(0, "of weights, batches and masks")
 
@@ -120,7 +125,11 @@ class Recipe:
     @property
     def hash(self) -> str:
         """The same for runs that differ in the seed alone."""
-        return records.digest({k: v for k, v in dataclasses.asdict(self).items() if k != "seed"})
+        fields = dataclasses.asdict(self)
+        del fields["seed"]
+        if self.full_model_device is None:  # as in runs from before it could be chosen
+            del fields["full_model_device"]
+        return records.digest(fields)
 
     @property
     def parsed_budget(self) -> Budget | None:
@@ -192,6 +201,21 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"`budget` is {recipe.budget!r}, but the method dense has none; leave it out"
     if recipe.method != "dense" and recipe.budget is None:
         yield f"`budget` is missing; the method {recipe.method} needs one, such as flops=0.10"
+    if recipe.full_model_device not in (None, "cpu"):
+        yield (
+            f"`full_model_device` is {recipe.full_model_device!r}; it must be cpu, or left out for a dense network on "
+            "the device that trains"
+        )
+    elif recipe.full_model_device is not None and recipe.method != "slimstart":
+        yield (
+            f"`full_model_device` is 'cpu', but the method {recipe.method} has no dense network beside the one that it "
+            "trains; leave it out, or take the method slimstart"
+        )
+    elif recipe.full_model_device is not None and recipe.estimator in RELAXATIONS:
+        yield (
+            f"`full_model_device` is 'cpu', but the estimator {recipe.estimator} trains the dense network; leave it "
+            f"out, or take one of {', '.join(ESTIMATORS)}"
+        )
     if recipe.seed >= 2**63:
         yield f"`seed` is {recipe.seed}; it must be less than 2**63"
     if recipe.width != 1 and (models.is_factory(recipe.model) or recipe.model.startswith("timm:")):

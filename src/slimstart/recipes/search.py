@@ -50,11 +50,12 @@ class Search:
             engine=engine,
             seed=recipe.seed,
             wrap=wrap,
+            full_model_device=recipe.full_model_device,
         )
         self.graph, self.engine = self.sparse.graph, self.sparse.engine
         self.ledger = Ledger()
         self._nominal = Flops(1.0).bind(self.graph.costs)
-        self._first: FirstLayers = first_layers(model, example)
+        self._first: FirstLayers = first_layers(model, example.to(next(model.parameters()).device))
 
     @property
     def searching(self) -> bool:

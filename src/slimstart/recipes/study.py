@@ -52,7 +52,9 @@ def variance(
     started, file = surroundings.now(), out / "record.json"
     if file.exists():
         raise ConfigError(f"{out} holds a record already; choose another --out")
-    program = Program(run.recipe(own_model), run, place)
+    recipe = run.recipe(own_model)
+    _check(recipe)
+    program = Program(recipe, run, place)
     if not run.checkpoints():
         raise ConfigError(f"{run.folder} holds no checkpoint; train with a smaller --checkpoint-seconds")
     program.resume()
@@ -73,6 +75,7 @@ def flip(recipe: Recipe, settings: FlipSettings, place: Place, out: Path, watche
         ConfigError: the folder holds another study, the recipe does not search, or nothing could be measured.
         Interrupted: the watcher asked to stop; the state is saved.
     """
+    _check(recipe)
     if recipe.search_epochs < settings.every:
         raise ConfigError(
             f"`every` is {settings.every}, and the search of method {recipe.method} has {recipe.search_epochs} epochs; "
@@ -119,6 +122,14 @@ def _study(program: Program, settings: VarianceSettings | FlipSettings, started:
         epoch=program.progress.epoch,
         **rows,
     )
+
+
+def _check(recipe: Recipe) -> None:
+    if recipe.full_model_device is not None:
+        raise ConfigError(
+            f"`full_model_device` is {recipe.full_model_device!r}, but a study runs the dense network, masked, on the "
+            "device; leave it out, or give a run that was trained without"
+        )
 
 
 def _make(folder: Path) -> None:

@@ -101,9 +101,9 @@ def load_data(
     )
 
 
-def suited(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on the device, in the memory format that its convolutions are fastest in there."""
-    model = model.to(device)
+def suited(model: nn.Module, home: torch.device, device: torch.device) -> nn.Module:
+    """The model at home, in the memory format that convolutions are fastest in on the device that trains."""
+    model = model.to(home)
     return model.to(memory_format=torch.channels_last) if device.type == "cuda" else model  # type: ignore[call-overload]
 
 
