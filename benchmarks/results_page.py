@@ -5,7 +5,7 @@ python benchmarks/results_page.py
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +15,13 @@ from slimstart import atomic, bench_records, records, study_records
 from slimstart.bench_records import Bench
 from slimstart.recipes.paper import COMPARED
 from slimstart.recipes.presets import PRESETS
+from slimstart.recipes.recipe import Recipe
 from slimstart.records import Record
 from slimstart.reports import study_plot
-from slimstart.reports.results import Experiment, Published, page
+from slimstart.reports.results import Experiment, page
+from slimstart.reports.rivals import Published
+from slimstart.reports.rows import family
+from slimstart.structure import ESTIMATORS
 from slimstart.study_records import Study
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,9 +33,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 def found(folder: Path) -> Iterator[tuple[Path, Record | Study | Bench]]:
     """All records below a folder, with their files."""
     for file in sorted(folder.rglob("*.json")):
-        content = json.loads(file.read_bytes())
-        kind = str(content.get("schema", "")).partition("/")[0] if isinstance(content, dict) else ""
-        if kind in KINDS:
+        if (kind := family(file)) in KINDS:
             yield file, KINDS[kind](file)
 
 
@@ -50,17 +52,20 @@ def published() -> list[Published]:
 
 
 def make_page(results: Path) -> str:
-    """The page, for a file in a folder beside that of the results."""
+    """The page, for a file in a folder beside that of the results. The README.md of a folder stands with its table."""
     runs: defaultdict[str, list[Record]] = defaultdict(list)
     studies, benches = {}, []
     for file, record in found(results):
         if isinstance(record, Record):
-            runs[f"../{results.name}/{file.relative_to(results).parts[0]}"].append(record)
+            runs[file.relative_to(results).parts[0]].append(record)
         elif isinstance(record, Study):
             studies[f"../{results.name}/{file.with_suffix('.svg').relative_to(results).as_posix()}"] = record
         else:
             benches.append(f"../{results.name}/{file.relative_to(results).as_posix()}")
-    return page([Experiment(*each) for each in runs.items()], studies, benches, published())
+    texts = {file.parent.name: file.read_text(encoding="utf-8") for file in results.glob("*/README.md")}
+    experiments = [Experiment(f"../{results.name}/{name}", own, texts.get(name, "")) for name, own in runs.items()]
+    defaults = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    return page(experiments, studies, benches, published(), defaults, ESTIMATORS)
 
 
 def main() -> None:

@@ -54,7 +54,8 @@ def make(
             )
         )
     f_s = sum(epoch.flops_ratio for epoch in history[: settled or None]) / (settled or epochs)
-    config = {"method": method, "model": "vgg16", "data": "cifar10", "epochs": epochs, "lr": 0.1, "ratio": ratio}
+    budget = None if method == "dense" else f"flops={ratio:g}"
+    config = {"method": method, "model": "vgg16", "data": "cifar10", "budget": budget, "epochs": epochs, "lr": 0.1}
     train_flops = sum(epoch.train_flops for epoch in history)
     width = math.sqrt(ratio)
     fields: dict[str, Any] = {
@@ -64,7 +65,7 @@ def make(
         "data": "cifar10",
         "num_classes": 10,
         "image_shape": (3, 32, 32),
-        "budget": None if method == "dense" else f"flops={ratio:g}",
+        "budget": budget,
         "seed": seed,
         "epochs": epochs,
         "batch_size": BATCH_SIZE,

@@ -39,14 +39,26 @@ from slimstart.engine import (
 )
 from slimstart.engine.optimizers import fuse, unfuse
 from slimstart.engine.together import Together
+from slimstart.engine.watching import Watch
 from slimstart.engine.wrapping import Wrap, Wrapping
 from slimstart.errors import TraceError
 from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
-from slimstart.structure import BernoulliUnits, Budget, Estimator, Policy, get_estimator
+from slimstart.structure import (
+    BernoulliUnits,
+    Budget,
+    EqualWorth,
+    Estimator,
+    Policy,
+    WatchingPolicy,
+    get_estimator,
+)
+from slimstart.structure.equal_worth import ROUNDS
 from slimstart.subnet import Executed, Traffic, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
+
+POLICIES = ("paper", "equal_worth")
 
 
 class SparseTraining:
@@ -61,17 +73,19 @@ class SparseTraining:
         optimizer: over the model's parameters.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
         budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
-        coupling: "filter" (the paper) or "stream"; see `slimstart.trace`.
+        coupling: "filter" (the paper) or "stream"; see `slimstart.trace`. By default what the policy needs.
         estimator: of the gradient of s: "vr_pge" (the paper), "pge", "vr_pge_symmetric", "leave_one_out".
         alpha: exponent of the preconditioner H; the paper: 1/2.
         sampling: "bernoulli" (the paper), or "capped": a group of units that comes out much larger than expected is
             drawn again, so that networks need less room; for estimators that compare losses, where it is the default.
         structure_lr: Adam's learning rate for s; the paper: 12e-3.
-        resample_every: steps for which a sub-network is held. Only the first of them updates s: after it the weights
-            have been trained for this mask, and the two losses no longer compare.
+        resample_every: steps for which a sub-network is held. Of the paper's policy only the first of them updates s:
+            after it the weights have been trained for this mask, and the two losses no longer compare. By default 1;
+            for "equal_worth" such that the search is a tenth of `total_steps`, or 50 where these are not known.
         align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
             with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1.
-        total_steps: if given, `structure_lr` falls to 0 over so many steps along a cosine.
+        total_steps: of the search; if given, `structure_lr` falls to 0 over them along a cosine. For "equal_worth", of
+            the whole training.
         seed: of the masks.
         engine: "eager", "graphs" (CUDA graphs), or "auto": graphs where the model is on a GPU and the optimizer allows
             it. Both give the same results.
@@ -86,8 +100,9 @@ class SparseTraining:
         full_model_device: "cpu" for a model that is larger than the device it is trained on. The dense model and its
             optimizer state stay on the CPU, where they must be already; narrow networks are on the device of
             `example_inputs`, and at a draw only what changes is exchanged (`traffic`).
-        policy: called with the graph's cost table, in place of the paper's policy; `budget`, `estimator`, `alpha`,
-            `structure_lr`, `total_steps` and `seed` then mean nothing.
+        policy: what learns the structure. "paper": Algorithm 1. "equal_worth": widths, from the gradients of ordinary
+            steps (`slimstart.structure.EqualWorth`); `estimator`, `alpha`, `structure_lr`, `sampling` and `seed` mean
+            nothing to it. Or one of your own, called with the graph's cost table; `budget` means nothing then, either.
 
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
@@ -101,11 +116,11 @@ class SparseTraining:
         optimizer: Optimizer,
         example_inputs: Any,
         budget: Budget | None = None,
-        coupling: str = "filter",
+        coupling: str | None = None,
         estimator: str | Estimator = "vr_pge",
         alpha: float = 0.5,
         structure_lr: float = 12e-3,
-        resample_every: int = 1,
+        resample_every: int | None = None,
         align: int | None = None,
         total_steps: int | None = None,
         seed: int = 0,
@@ -115,28 +130,36 @@ class SparseTraining:
         scaler: GradScaler | None = None,
         sampling: str | None = None,
         keep: Iterable[str] = (),
-        policy: Callable[..., Policy] | None = None,
+        policy: str | Callable[..., Policy] = "paper",
         wrap: Wrap | None = None,
         spread_references: bool = False,
         full_model_device: str | torch.device | None = None,
     ) -> None:
+        if policy not in POLICIES and not callable(policy):
+            raise ValueError(f"`policy` is {policy!r}; it must be one of {', '.join(POLICIES)}, or callable")
+        if resample_every is None:
+            resample_every = 1 if policy != "equal_worth" else _window(total_steps)
         if resample_every < 1:
             raise ValueError(f"`resample_every` is {resample_every}; it must be at least 1")
         if align is not None and align < 1:
             raise ValueError(f"`align` is {align}; it must be at least 1")
-        if (budget is None) == (policy is None):
+        if (budget is None) != callable(policy):
             raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
         if wrap is not None and engine == "graphs":
             raise ValueError("`engine` is 'graphs', which cannot hold what `wrap` returns; leave one of them out")
         self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device)
         examples = example_inputs if self._place is None else memory.on_host(example_inputs)
+        coupling = coupling or ("stream" if policy == "equal_worth" else "filter")
         self.graph: ChannelGraph = trace_verified(model, examples, coupling, keep)
         if self.graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
         self.policy: Policy
-        if policy is not None:
+        if callable(policy):
             self.policy = policy(self.graph.costs)
+        elif policy == "equal_worth":
+            assert budget is not None
+            self.policy = EqualWorth(self.graph.costs, budget, **({} if align is None else {"align": align}))
         else:
             assert budget is not None
             updates = None if total_steps is None else max(1, math.ceil(total_steps / resample_every))
@@ -163,6 +186,9 @@ class SparseTraining:
         parts = assemble(model, optimizer, self.graph, self.policy, self._backward, engine, align, self._place)
         self.engine, self._networks, self._search, self._steps = parts.engine, parts.networks, parts.search, parts.steps
         self._parts = parts
+        self._watch: Watch | None = None
+        if isinstance(self.policy, WatchingPolicy):
+            self._watch = Watch(self.policy, self._networks, self.graph, model, optimizer)
         keep_dense(
             model,
             optimizer,
@@ -256,7 +282,7 @@ class SparseTraining:
 
     @property
     def _learns(self) -> bool:
-        return not self.settled and self._held_steps == 0
+        return not self.settled and self._held_steps == 0 and self._watch is None
 
     def update(
         self,
@@ -306,8 +332,20 @@ class SparseTraining:
         if not self.settled:
             self._search.advance()
             self._held_steps = 0
+            if isinstance(self.policy, WatchingPolicy) and self.policy.is_done:
+                self._end_search()
             if self.ranks.debugging:
                 self._check_ranks(f"after {self.num_steps} steps")
+
+    def _end_search(self) -> None:
+        self.settled = True
+        self._search.end()
+        self._watch_on(False)
+
+    def _watch_on(self, active: bool) -> None:
+        if self._watch is not None:
+            self._watch.active = active
+            self._networks.version += 1  # captured steps do as before: they are captured anew
 
     def sync(self) -> None:
         """Write what `net` and the optimizer have learned into the dense model and state.
@@ -397,8 +435,7 @@ class SparseTraining:
         seen = first_batches(batches, max_batches)
         self.sync()
         mask = self._best_mask(seen, loss_fn, num_samples)
-        self.settled = True
-        self._search.end()
+        self._end_search()
         self._networks.enter(mask[None], None)
         self._held_steps = 0
         recalibrate(self._networks.net.module, seen, loss_fn)
@@ -496,6 +533,7 @@ class SparseTraining:
         checkpoints.check(state, own=self.state_dict(), parameter_shapes=self._networks.link.dense_shapes)
         self.policy.load_state_dict(state["policy"])
         self.settled = bool(state["settled"])
+        self._watch_on(not self.settled)
         self.model.load_state_dict(state["model"])
         keep_probs = None if self.settled else self.policy.keep_probs
         self._networks.restore(state["masks"], state["room"], keep_probs)
@@ -536,3 +574,8 @@ class SparseTraining:
     def _average_statistics(self, net: nn.Module) -> None:
         """Those that each rank has measured on its own batches."""
         self.ranks.average([torch.zeros(())], 1, running_statistics(net, training=False))
+
+
+def _window(total_steps: int | None) -> int:
+    """Steps between two draws of "equal_worth": all of them a tenth of the training, but enough to see something."""
+    return 50 if total_steps is None else max(4, total_steps // (10 * ROUNDS))

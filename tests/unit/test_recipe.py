@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimstart import records
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
 from slimstart.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
@@ -48,14 +47,6 @@ def test_all_problems_are_told_at_once() -> None:
 def test_places_of_the_dense_network_that_cannot_be_meant(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Recipe(**{"full_model_device": "cpu", **settings})
-
-
-def test_runs_from_before_the_dense_network_had_a_place_keep_their_hash() -> None:
-    record = records.read(Path(__file__).parents[2] / "results" / "vgg19-cifar10-60" / "paper.json")
-    assert "full_model_device" not in record.config
-    recipe = Recipe(**record.config)
-    assert recipe.hash == record.config_hash
-    assert merged(recipe, {"full_model_device": "cpu"}).hash != recipe.hash
 
 
 recipes = st.builds(

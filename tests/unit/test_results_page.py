@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from slimstart import records, study_records
 from slimstart.errors import RecordError
 from slimstart.records import Record
 from slimstart.reports.results import Experiment, page
+from slimstart.structure import ESTIMATORS
 from slimstart.study_records import FlipRow, Study, VarianceRow
 from tests.records import make
 
 REPOSITORY = Path(__file__).parents[2]
+DEFAULTS = {"precision": "float32", "estimator": "vr_pge", "protocol": "original"}
 
 
 def test_the_page_is_that_of_the_committed_records() -> None:
@@ -40,8 +43,8 @@ def table(runs: list[Record]) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
 
 
-def shown(runs: list[Record]) -> str:
-    return page([Experiment("../results/some", runs)], {}, [], published())
+def shown(runs: list[Record], text: str = "") -> str:
+    return page([Experiment("../results/some", runs, text)], {}, [], published(), DEFAULTS, ESTIMATORS)
 
 
 def test_cells_by_hand() -> None:
@@ -51,6 +54,7 @@ def test_cells_by_hand() -> None:
         run("slimstart", 92.0, 0.087, seed=1),
         run("narrow", 90.25, 0.086),
         run("narrow", 90.75, 0.086, seed=1),
+        run("random", 89.0, 0.0888),
         run("l1", 90.0, 0.1, epochs=60, config={"finetune_epochs": 30, "protocol": "uniform"}),
     ]
     found = table(runs)
@@ -73,6 +77,8 @@ def test_cells_by_hand() -> None:
     assert found["dense"]["difference"] == "+0.60"  # 93.5 - 92.9
     assert (found["dense"]["FLOPs, %"], found["dense"]["narrow, %"]) == ("100", "–")
     assert (found["narrow"]["paper, %"], found["narrow"]["epochs"]) == ("–", "300 + 40")
+    assert found["random"]["budget"] == "flops=0.087 (missed: 0.0888)"  # 0.0888 / 0.087 = 1.0207
+    assert found["random"]["narrow, %"] == "90.50 (−1.50 at 8.60 % FLOPs)"  # 0.0888 / 0.086 = 1.033
     l1 = found["l1"]  # its narrow network has had other epochs; the retraining of the study is 150 epochs
     assert (l1["narrow, %"], l1["paper, %"], l1["FLOPs, %"]) == ("–", "91.8", "10.0 (paper: 19.9)")
     assert l1["epochs"] == "30 + 30; the paper: 300 + 150"
@@ -80,10 +86,10 @@ def test_cells_by_hand() -> None:
 
 
 def test_where_we_fall_short_a_sentence_says_so() -> None:
-    text = shown([run("slimstart", 91.5, 0.087), run("narrow", 92.0, 0.1)])
+    text = shown([run("slimstart", 91.5, 0.087), run("narrow", 92.0, 0.09)])
     assert (
         "- **slimstart flops=0.087** falls short of the paper by 1.00 points: 91.50 % against 92.5 %. It is 0.50 "
-        "points behind the hand-narrowed network at 10.0 % FLOPs.\n" in text
+        "points behind the hand-narrowed network at 9.00 % FLOPs.\n" in text
     )
     assert "Fewer epochs" not in text
     text = shown([run("slimstart", 93.0, 0.07, epochs=60, config={"finetune_epochs": 0}), run("narrow", 92.0, 0.07)])
@@ -116,10 +122,95 @@ def test_of_several_rows_the_nearest_counts(flops: float, accuracy: str) -> None
 
 
 def test_narrow_networks_far_away_say_nothing() -> None:
-    runs = [run("slimstart", 90.0, 0.1), run("narrow", 91.0, 0.16), run("narrow", 89.0, 0.06, budget="flops=0.06")]
+    runs = [run("slimstart", 90.0, 0.1), run("narrow", 91.0, 0.106), run("narrow", 89.0, 0.095, budget="flops=0.095")]
     assert "narrow, %" not in table(runs)["slimstart"]
-    runs.append(run("narrow", 90.5, 0.14, budget="flops=0.14"))
-    assert table(runs)["slimstart"]["narrow, %"] == "90.50 (−0.50 at 14.0 % FLOPs)"
+    runs += [run("narrow", 90.5, 0.104, budget="flops=0.104"), run("l1", 80.0, 0.12)]
+    found = table(runs)
+    assert found["slimstart"]["narrow, %"] == "90.50 (−0.50 at 10.4 % FLOPs)"
+    assert found["l1"]["narrow, %"] == "–"
+    runs.append(run("narrow", 88.0, 0.097, budget="flops=0.097"))  # nearer
+    assert table(runs)["slimstart"]["narrow, %"] == "88.00 (+2.00 at 9.70 % FLOPs)"
+    runs.append(run("narrow", 89.0, 0.097, budget="flops=0.0971"))  # as near, and better
+    assert table(runs)["slimstart"]["narrow, %"] == "89.00 (+1.00 at 9.70 % FLOPs)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epochs": 341},
+        {"batch_size": 128},
+        {"config": {"precision": "float32"}},
+        {"config": {"width": 0.5}},
+        {"config": {"validation": 5000}},
+        {"model": "vgg19"},
+        {"data": "cifar100"},
+    ],
+)
+def test_narrow_networks_that_were_trained_otherwise_say_nothing(change: dict[str, Any]) -> None:
+    assert table([run("l1", 90.0, 0.1), run("narrow", 91.0, 0.1)])["l1"]["narrow, %"] == "91.00 (−1.00)"
+    text = shown([run("l1", 90.0, 0.1), run("narrow", 91.0, 0.1, **change)])
+    assert "| narrow, % |" not in text
+    assert "91.00" in text
+
+
+def test_a_setting_that_a_record_lacks_is_the_default() -> None:
+    lacking = run("narrow", 91.0, 0.1, config={"precision": "float32"})
+    del lacking.config["precision"]
+    runs = [run("l1", 90.0, 0.1, config={"precision": "float32", "protocol": "uniform"}), lacking]
+    assert table(runs)["l1"]["narrow, %"] == "91.00 (−1.00)"
+
+
+def standing(*runs: Record) -> str:
+    """The sentences above the table."""
+    (text,) = re.findall(r"^At equal FLOPs, within 2 %: (.*)\.\n\n\| method", shown(list(runs)), re.MULTILINE)
+    return str(text)
+
+
+def test_how_ours_stands_is_said() -> None:
+    ours, narrow, l1 = run("slimstart", 90.0, 0.1), run("narrow", 91.0, 0.1019), run("l1", 89.5, 0.0985)
+    assert standing(ours, run("narrow", 95.0, 0.103)) == "**slimstart flops=0.087** has nothing beside it"
+    assert standing(ours, run("dense", 95.0, 0.1)).endswith("has nothing beside it")
+    assert standing(ours, run("l1", 95.0, 0.1, batch_size=128)).endswith("has nothing beside it")
+    assert standing(ours, narrow, run("l1", 95.0, 0.103)) == (
+        "**slimstart flops=0.087** is 1.00 points behind narrow and has no other method beside it"
+    )
+    assert standing(ours, l1) == (
+        "**slimstart flops=0.087** has no narrow network beside it and is 0.50 points ahead of the only other, "
+        "l1 flops=0.087"
+    )
+    better, relaxed = (run("slimstart", a, 0.1, config={"estimator": e}) for a, e in ((91.0, "pge"), (92.5, "ste")))
+    assert standing(ours, narrow, l1, better, relaxed) == (
+        "**slimstart (estimator pge) flops=0.087**, the best of 2 of ours, is level with narrow and is 1.50 points "
+        "behind the best of 2 others, slimstart (estimator ste) flops=0.087"
+    )
+    far = run("slimstart", 94.0, 0.2)  # it has missed its budget: nothing is there to compare it with
+    assert standing(far, dataclasses.replace(ours, config_hash="x"), narrow).endswith(
+        " is 1.00 points behind narrow and has no other method beside it"
+    )
+    small = [run(method, 80.0, 0.02, budget="flops=0.02") for method in ("narrow", "slimstart")]
+    assert standing(ours, *small, narrow) == (
+        "**slimstart flops=0.087** is 1.00 points behind narrow and has no other method beside it; "
+        "**slimstart flops=0.02** is level with narrow and has no other method beside it"
+    )
+    assert "At equal FLOPs" not in shown([narrow, l1, relaxed])
+
+
+def test_a_difference_that_seeds_have_too_is_said() -> None:
+    ours = [run("slimstart", accuracy, 0.1, seed) for seed, accuracy in enumerate((89.0, 91.0))]  # deviation 1.41
+    narrow = [run("narrow", accuracy, 0.1, seed) for seed, accuracy in enumerate((91.2, 91.3))]
+    assert "is 1.25 points (less than seeds differ) behind narrow" in standing(*ours, *narrow)
+    narrow = [run("narrow", accuracy, 0.1, seed) for seed, accuracy in enumerate((91.4, 91.5))]
+    assert "is 1.45 points behind narrow" in standing(*ours, *narrow)
+
+
+def test_rows_are_sorted_for_the_reader() -> None:
+    runs = [
+        *(run(name, accuracy, 0.05, budget="flops=0.05") for name, accuracy in (("narrow", 80.0), ("l1", 81.0))),
+        *(run(name, accuracy, 0.1) for name, accuracy in (("soft", 70.0), ("slimstart", 90.0), ("random", 91.0))),
+        run("dense", 60.0, 1.0, budget=None),
+    ]
+    rows = [line.split("|")[1].strip() for line in shown(runs).splitlines() if line.startswith("| ")][2:]
+    assert rows == ["dense", "random", "slimstart", "soft", "l1", "narrow"]
 
 
 def test_the_order_of_records_does_not_matter() -> None:
@@ -160,6 +251,8 @@ def test_everything_in_a_folder_has_its_place(tmp_path: Path) -> None:
     for name, one in (("a", run("slimstart", 91.5, 0.087)), ("compare-b/x", run("narrow", 90.0, 0.087))):
         (results / name).mkdir(parents=True)
         records.write(one, results / name / "record.json")
+    (results / "a" / "README.md").write_text("# Quick\n\nThe runs [shared](log.txt) a [GPU](https://gpu.org).\n")
+    (results / "README.md").write_text("Not of a folder.")
     (results / "studies").mkdir()
     study_records.write(study(variance=VARIANCE), results / "studies" / "v.json")
     study_records.write(study(flip=FLIPS), results / "studies" / "f.json")
@@ -168,10 +261,15 @@ def test_everything_in_a_folder_has_its_place(tmp_path: Path) -> None:
     text = make_page(results)
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings == [
-        *("# Results", "## vgg16 on cifar10", "## Variance of the structure gradient", "## V and V max"),
+        *("# Results", "## vgg16 on cifar10", "### a", "#### Quick", "### compare-b"),
+        *("## Variance of the structure gradient", "## V and V max"),
     ]
-    assert "Records: [results/a](../results/a), in bfloat16." in text
-    assert "Records: [results/compare-b](../results/compare-b), in bfloat16." in text
+    assert (
+        "### a\n\n#### Quick\n\nThe runs [shared](../results/a/log.txt) a [GPU](https://gpu.org).\n\n"
+        "Records: [results/a](../results/a), in bfloat16.\n" in text
+    )
+    assert "### compare-b\n\nRecords: [results/compare-b](../results/compare-b), in bfloat16.\n" in text
+    assert "Not of a folder" not in text
     assert "![resnet32 on cifar10](../results/studies/v.svg)" in text
 
 

@@ -60,7 +60,7 @@ def test_patches_times_weights_are_the_layer(name: str) -> None:
     layer = make().double()
     x = torch.randn(shape, dtype=torch.float64)
     seen: list[Reading] = []
-    reader = Reader("0", "0.weight", 1, torch.arange(shape[0 if "one image" in name else 1]))
+    reader = Reader("0", "0.weight", 1, 0, torch.arange(shape[0 if "one image" in name else 1]))
     observe(nn.Sequential(layer), [reader], [(x,)], lambda net, x: net(x), lambda _, reading: seen.append(reading))
     (reading,) = seen
     patches = reading.patches(torch.arange(reading.num_positions))
@@ -81,7 +81,7 @@ def test_a_forward_in_half_precision_is_looked_at_in_single() -> None:
 
     seen: list[tuple[torch.dtype, bool]] = []
     net = nn.Linear(3, 2)
-    observe(net, [Reader("", "weight", 1, torch.arange(3))], [(torch.randn(2, 3).bfloat16(),)], forward, look)
+    observe(net, [Reader("", "weight", 1, 0, torch.arange(3))], [(torch.randn(2, 3).bfloat16(),)], forward, look)
     assert seen == [(torch.float32, False)]
 
 
@@ -98,7 +98,7 @@ def test_contributions_sum_to_sampled_outputs(flat: bool) -> None:
     def look(_: Reader, reading: Reading) -> None:
         seen.append(thinet.contributions(reading, group, torch.Generator().manual_seed(3)))
 
-    observe(net, [Reader("1", "1.weight", 1, units)], [(x,)], lambda net, x: net(x), look)
+    observe(net, [Reader("1", "1.weight", 1, 0, units)], [(x,)], lambda net, x: net(x), look)
     with torch.no_grad():
         inside = (units >= 7).view(1, -1, *[1] * (layer.weight.dim() - 2))
         layer.weight.mul_(inside)  # what the group's own units give

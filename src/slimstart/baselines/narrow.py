@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from slimstart.baselines.pruning import largest_within
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.structure import BoundBudget, Budget
+from slimstart.structure.fitting import steps
 from slimstart.subnet import compact
 
 
@@ -19,7 +20,7 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     """The mask that keeps the largest equal share of every group that the budget allows.
 
     Args:
-        align: large groups keep a multiple of so many units (`_steps`), because GPUs are slow at others; what rounding
+        align: large groups keep a multiple of so many units (`steps`), because GPUs are slow at others; what rounding
             leaves of the budget is given out to one group after the other.
 
     Raises:
@@ -28,14 +29,14 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     bound: BoundBudget = budget.bind(graph.costs)
     group = graph.costs.unit_group
     sizes = torch.bincount(group)
-    steps = _steps(sizes, align)
+    step = steps(sizes, align)
     rank = torch.arange(graph.num_units) - (torch.cumsum(sizes, 0) - sizes)[group]
 
     def mask(widths: Tensor) -> Tensor:
         return rank < torch.minimum(widths, sizes)[group]
 
     def of_share(share: float) -> Tensor:
-        return mask((share * sizes / steps).round().clamp(min=1) * steps)
+        return mask((share * sizes / step).round().clamp(min=1) * step)
 
     if bound.cost(of_share(0.0)) > bound.limit:  # of one unit per group it is not: that would have been refused
         return uniform_mask(graph, budget)
@@ -43,19 +44,11 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     if align > 1:
         widths = torch.bincount(group[found])
         for narrowest in torch.argsort(widths / sizes, stable=True).tolist():
-            wider = widths.index_add(0, torch.tensor([narrowest]), steps[[narrowest]])
+            wider = widths.index_add(0, torch.tensor([narrowest]), step[[narrowest]])
             if bound.cost(mask(wider)) <= bound.limit:
                 widths = torch.minimum(wider, sizes)
         found = mask(widths)
     return found
-
-
-def _steps(sizes: Tensor, align: int) -> Tensor:
-    """In which steps groups of these sizes grow: of `align`, the largest of twice that, and small ones unit by unit."""
-    if align == 1:
-        return torch.ones_like(sizes)
-    large = torch.where(sizes >= 32 * align, 2 * align, align)
-    return torch.where(sizes >= 8 * align, large, 1)
 
 
 def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, align: int = 1) -> nn.Module:

@@ -24,12 +24,14 @@ class Reader:
         layer: the name of the module that owns it.
         weight: its own name.
         dim: the dimension along which its input channels lie.
+        axis: which of the graph's axes that is.
         units: (n,) int64, the unit of each of them; -1: always there.
     """
 
     layer: str
     weight: str
     dim: int
+    axis: int
     units: Tensor
 
 
@@ -53,4 +55,4 @@ def _found(graph: ChannelGraph, model: nn.Module) -> Iterator[Reader]:
         dim = 0 if isinstance(modules[layer], _ConvTransposeNd) else 1
         for piece in graph.tensors.get(name, ()):
             if piece.dim == dim:
-                yield Reader(layer, name, dim, graph.units_along(piece.axis))
+                yield Reader(layer, name, dim, piece.axis, graph.units_along(piece.axis))

@@ -33,6 +33,7 @@ from slimstart.recipes.runs import Run
 from slimstart.recipes.surroundings import Place
 from slimstart.recipes.watching import Watcher
 from slimstart.records import Record
+from slimstart.training import POLICIES
 
 SEARCHING = ("slimstart", "grow-efficient")
 FINETUNE_SHARE = 40 / 340
@@ -42,7 +43,8 @@ FAILURES = (BudgetError, NonFiniteLossError, TraceError, MemoryError, torch.OutO
 
 @dataclass(frozen=True)
 class Contender:
-    """A method, and its variant if it is not that of the recipe: an estimator of slimstart, a protocol of pruning."""
+    """A method, and its variant if it is not that of the recipe: an estimator or a policy of slimstart, a protocol of
+    pruning."""
 
     method: str
     variant: str | None = None
@@ -55,7 +57,12 @@ class Contender:
         """The fields of a recipe that it stands for."""
         if self.variant is None:
             return {"method": self.method}
-        return {"method": self.method, "estimator" if self.method == "slimstart" else "protocol": self.variant}
+        if self.variant in POLICIES:
+            return {"method": self.method, "policy": self.variant}
+        own = (
+            {"estimator": self.variant, "policy": "paper"} if self.method == "slimstart" else {"protocol": self.variant}
+        )
+        return {"method": self.method, **own}
 
 
 def contender(text: str) -> Contender:
@@ -69,8 +76,8 @@ def contender(text: str) -> Contender:
         raise ConfigError(f"`methods` has {text!r}; there are {', '.join(METHODS)}")
     if colon and method != "slimstart" and method not in PRUNERS:
         raise ConfigError(
-            f"`methods` has {text!r}, but {method} has no variants; slimstart has (its estimators), and so have "
-            f"{', '.join(PRUNERS)} (their protocols)"
+            f"`methods` has {text!r}, but {method} has no variants; slimstart has (its estimators and policies), "
+            f"and so have {', '.join(PRUNERS)} (their protocols)"
         )
     return Contender(method, variant if colon else None)
 

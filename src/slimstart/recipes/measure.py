@@ -55,6 +55,7 @@ def step_times(
         engine: of all of them.
     """
     steps: dict[str, Step] = {}
+    every = recipe.resample_every or 1
     if recipe.full_model_device is None:  # otherwise it may be larger than the device
         steps["dense"] = _plain_step(recipe, make_model(), batch, engine)
     if recipe.method != "dense":
@@ -64,8 +65,9 @@ def step_times(
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
             steps["narrow"] = _plain_step(recipe, _narrowed(make_model(), batch, budget, align), batch, engine)
     if recipe.method == "slimstart":
-        held_long = recipe.resample_every > 1  # then draws are made by hand, so that a held step makes none
-        endless = merged(recipe, {"resample_every": 10**9 if held_long else 1})
+        draws = recipe.policy == "paper"  # other policies settle early: their steps are steps without draws
+        held_long = draws and every > 1  # then draws are made by hand, so that a held step makes none
+        endless = merged(recipe, {"resample_every": 1 if draws and not held_long else 10**9})
         search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000, engine=engine)
         steps["slimstart"] = _search_step(search, batch, draw=held_long)
         if held_long:
@@ -76,8 +78,8 @@ def step_times(
     times = compare(steps, batch[0].device, rounds, seconds)
     own = times[recipe.method]
     if "held" in times:  # a window is one first step, and the rest are held
-        held, n = times["held"], recipe.resample_every
-        own = {lap: (time + (n - 1) * held[lap]) / n for lap, time in own.items()}
+        held = times["held"]
+        own = {lap: (time + (every - 1) * held[lap]) / every for lap, time in own.items()}
     dense_ms, narrow_ms = (times[name]["total"] if name in times else None for name in ("dense", "narrow"))
     return StepTimes(own["total"], own["forward"], own["backward"], dense_ms, narrow_ms)
 

@@ -23,6 +23,9 @@ from slimstart.recipes.recipe import Recipe, merged
 
 CIFAR = Recipe(
     data="cifar10",
+    policy="paper",
+    coupling="filter",
+    resample_every=1,
     epochs=300,
     batch_size=256,
     lr=0.1,
@@ -35,6 +38,9 @@ CIFAR = Recipe(
 )
 IMAGENET = Recipe(
     data="image_folder",
+    policy="paper",
+    coupling="filter",
+    resample_every=1,
     epochs=100,
     batch_size=256,
     lr=0.256,
@@ -50,6 +56,7 @@ FASHION = Recipe(
     model="small",
     data="fashion",
     budget="flops=0.2",
+    policy="paper",
     epochs=12,
     batch_size=64,
     structure_lr=0.1,

@@ -50,7 +50,12 @@ class Recipe:
 
     method: str = _setting("slimstart", f"way to train: {', '.join(METHODS)}")
     budget: str | None = _setting("flops=0.1", "channels=F, params=F or flops=F, a fraction of the dense network")
-    coupling: str = _setting("filter", "of filters that write into one stream: filter, stream")
+    policy: str = _setting(
+        "paper", "of the method slimstart: paper (Algorithm 1), equal_worth (widths, from the gradients of weights)"
+    )
+    coupling: str | None = _setting(
+        None, "of filters that write into one stream: filter, stream; if not given filter, for equal_worth stream"
+    )
     estimator: str = _setting(
         "vr_pge",
         "of the gradient of s: vr_pge (the paper), pge, vr_pge_symmetric, leave_one_out; on the dense network, by the "
@@ -62,7 +67,9 @@ class Recipe:
     structure_lr: float | None = _setting(
         None, "learning rate of what learns the structure; that of the method's authors if not given: ours, 12e-3"
     )
-    resample_every: int = _setting(1, "steps for which a sub-network is held")
+    resample_every: int | None = _setting(
+        None, "steps for which a sub-network is held; if not given 1, for equal_worth a tenth of the run for its search"
+    )
     align: int | None = _setting(
         None, "room for units in multiples of this, padded with zeros; 8 with CUDA graphs and 1 without if not given"
     )
@@ -127,8 +134,6 @@ class Recipe:
         """The same for runs that differ in the seed alone."""
         fields = dataclasses.asdict(self)
         del fields["seed"]
-        if self.full_model_device is None:  # as in runs from before it could be chosen
-            del fields["full_model_device"]
         return records.digest(fields)
 
     @property
@@ -157,11 +162,12 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     from slimstart.graph import COUPLINGS
     from slimstart.recipes.schedules import parse_schedule
     from slimstart.structure import ESTIMATORS, SAMPLINGS
+    from slimstart.training import POLICIES
 
     choices: dict[str, tuple[str, ...]] = {
         "data": data.NAMES,
         "method": METHODS,
-        "coupling": COUPLINGS,
+        "policy": POLICIES,
         "estimator": (*ESTIMATORS, *RELAXATIONS),
         "protocol": PROTOCOLS,
         "precision": PRECISIONS,
@@ -169,6 +175,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, known in choices.items():
         if getattr(recipe, name) not in known:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(known)}"
+    if recipe.coupling not in (None, *COUPLINGS):
+        yield f"`coupling` is {recipe.coupling!r}; it must be one of {', '.join(COUPLINGS)}"
     if recipe.sampling not in (None, *SAMPLINGS):
         yield f"`sampling` is {recipe.sampling!r}; it must be one of {', '.join(SAMPLINGS)}"
     for name in ("schedule", "finetune_schedule"):

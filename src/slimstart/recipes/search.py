@@ -1,4 +1,4 @@
-"""The method slimstart: Algorithm 1, then a fixed structure."""
+"""The method slimstart: a search, by Algorithm 1 or another policy, then a fixed structure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRUCTURE_LR = 12e-3  # the paper's
 
 
 class Search:
-    """Algorithm 1, then a fixed structure."""
+    """A search by a policy, then a fixed structure."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Search:
         self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
         self._search_epochs = recipe.search_epochs
         self.optimizer = sgd(recipe, model)
+        epochs = recipe.search_epochs if recipe.policy == "paper" else recipe.total_epochs
         self.sparse = SparseTraining(
             model,
             self.optimizer,
@@ -45,12 +46,13 @@ class Search:
             sampling=recipe.sampling,
             structure_lr=STRUCTURE_LR if recipe.structure_lr is None else recipe.structure_lr,
             resample_every=recipe.resample_every,
-            total_steps=max(1, recipe.search_epochs * steps_per_epoch),
+            total_steps=max(1, epochs * steps_per_epoch),
             align=recipe.align,
             engine=engine,
             seed=recipe.seed,
             wrap=wrap,
             full_model_device=recipe.full_model_device,
+            policy=recipe.policy,
         )
         self.graph, self.engine = self.sparse.graph, self.sparse.engine
         self.ledger = Ledger()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
-from slimstart.records import Record
 from slimstart.reports.drawing import (
     COLORS,
     FONT,
@@ -27,6 +26,7 @@ from slimstart.reports.drawing import (
     svg,
     write_above,
 )
+from slimstart.reports.rows import Value
 from slimstart.reports.series import Series
 
 HEIGHT = 260.0
@@ -49,7 +49,7 @@ class Axis:
     """What an axis of points shows, and how its ticks are written."""
 
     label: str
-    value: Callable[[Record], float]
+    value: Value
     ticks: ticker.FuncFormatter
 
 
@@ -92,15 +92,15 @@ def train_cost_by_flops(series: Sequence[Series]) -> Figure:
 
 def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, caption: str) -> Figure:
     """One point for each row, and a line through those of one method: its budgets."""
-    leaders: dict[str, Series] = {}
-    for one in series:
-        leaders.setdefault(one.row.method, one)
+    points = [(one.row.mean(across.value) or 0.0, one.row.mean(up.value) or 0.0) for one in series]
+    lines: defaultdict[str, list[tuple[Series, Point]]] = defaultdict(list)
+    for one, point in zip(series, points, strict=True):
+        lines[one.row.method].append((one, point))
 
     def paint(canvas: Canvas) -> None:
         axes = add_axes(canvas, 26, HEIGHT - 66)
         write_above(axes, up.label, color="muted", indent=LEFT)
         axes.set_xlabel(across.label)
-        points = [(one.row.mean(across.value) or 0.0, one.row.mean(up.value) or 0.0) for one in series]
         axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
         axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
         log_scale(axes, "x", [x for x, _ in points])
@@ -109,28 +109,26 @@ def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, captio
         axes.xaxis.set_major_formatter(across.ticks)
         axes.yaxis.set_major_formatter(up.ticks)
         axes.margins(x=0.14, y=0.14)
-        lines: defaultdict[str, list[Point]] = defaultdict(list)
         for one, (x, y) in zip(series, points, strict=True):
             color, row = COLORS[one.role], one.row
             axes.errorbar(x, y, row.spread(up.value), row.spread(across.value), color=color, linewidth=1.2)
             filled = color if row.missed is None else "none"
             outline = (*one.marker, one.marker[0])  # closed: a hollow one is a line
             axes.plot(x, y, color=color, marker=outline, markersize=7, linestyle="none", markerfacecolor=filled)
-            lines[row.method].append((x, y))
-        for method, one in leaders.items():
-            line = zip(*sorted(lines[method]), strict=True)
-            axes.plot(*line, color=COLORS[one.role], linewidth=1, alpha=0.45)
+        strokes = [sorted(point for _, point in line) for line in lines.values()]
+        for ((leader, _), *_), stroke in zip(lines.values(), strokes, strict=True):
+            axes.plot(*zip(*stroke, strict=True), color=COLORS[leader.role], linewidth=1, alpha=0.45)
         if up is ACCURACY:
             low, high = axes.get_ylim()
             axes.set_ylim(max(low, 0), min(high, 103))
         texts = [short(one.row.first.budget or one.row.label, 18) for one in series]
-        _label(canvas, axes, list(zip(texts, points, strict=True)), list(lines.values()))
+        _label(canvas, axes, list(zip(texts, points, strict=True)), strokes)
 
     if any(len(one.row.runs) > 1 for one in series):
         caption += " Points are means over the seeds, bars one sample standard deviation."
     if any(one.row.missed is not None for one in series):
         caption += " Hollow points have missed their budget."
-    keys = tuple((one, method) for method, one in leaders.items())
+    keys = tuple((line[0][0], method) for method, line in lines.items())
     return Figure(title, caption, svg(f"{title}: {series[0].row.network}", HEIGHT, paint), keys)
 
 
@@ -139,7 +137,7 @@ def _label(canvas: Canvas, axes: Axes, labels: Sequence[tuple[str, Point]], line
     canvas.draw_without_rendering()  # only now is it known where the points are
     taken = [_box(axes, point, 6) for _, point in labels]
     for line in lines:
-        spots = axes.transData.transform(sorted(line))
+        spots = axes.transData.transform(line)
         for (x0, y0), (x1, y1) in itertools.pairwise(spots):
             steps = math.ceil(max(abs(x1 - x0), abs(y1 - y0)) / 3) + 1
             taken += [

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slimstart.records import Record
 from slimstart.reports import study_tables
-from slimstart.reports.rows import Row, by_network, summarise
+from slimstart.reports.rivals import ESTIMATORS, Line, Published, apart, lines_of, standing, standings
+from slimstart.reports.rows import NONE, SAME, Row, by_network, summarise
 from slimstart.reports.tables import COLUMNS, MISSING, escaped, markdown_table, number
 from slimstart.study_records import Study
-
-# The paper's estimator, and that of its authors' release; others are not what its rows are about.
-ESTIMATORS = ("vr_pge", "vr_pge_symmetric")
-# FLOPs that differ by less than this factor are the same; by more than the other, a comparison says nothing.
-SAME, NEAR = 1.02, 1.5
 
 INTRODUCTION = """\
 # Results
 
 Made by `make results` from the records under [results](../results); a test holds it to them. Accuracy is on the test
-images, ± is the sample standard deviation over seeds.
+images, ± is the sample standard deviation over seeds. Dense comes first, then budget by budget from the best to the
+worst; brackets behind a method have those of its settings that differ in the table and are not the defaults.
 
-- **narrow**: the network narrowed by hand to about as many FLOPs and trained for as many epochs; in brackets, by how
-  much the row is better than it.
+- **budget**: missed is one that the finished network is more than 2 % away from.
+- **narrow**: the network narrowed by hand to as many FLOPs, at most 5 % more or less, and trained likewise for as many
+  epochs; in brackets, by how much the row is better than it.
 - **paper**: what the paper reports of this method on this network; **difference**: ours minus that, in points. Where
   FLOPs are not the same, the difference is due to them too: both are in the table.
 - **saving, formula**: train cost by the formulas of the paper's appendix; **executed**: all that was computed, against
@@ -35,48 +34,12 @@ images, ± is the sample standard deviation over seeds.
 
 
 @dataclass(frozen=True)
-class Published:
-    """A row of the paper: percent, and times. What it does not say is None."""
-
-    model: str
-    data: str
-    method: str
-    accuracy: float
-    params: float | None
-    flops: float
-    saving: float | None
-    epochs: tuple[int, int] | None = None  # of its recipe: without fine-tuning, and of that
-    protocol: str = "original"
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """Runs that were made to be compared with each other, and where their records are, as a link."""
+    """Runs that were made to be compared with each other, where their records are, as a link, and what to know."""
 
     link: str
     runs: Sequence[Record]
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row, and what it is compared with."""
-
-    row: Row
-    paper: Published | None
-    narrow: Row | None
-
-    @property
-    def accuracy(self) -> float:
-        return _accuracy(self.row)
-
-    @property
-    def paper_epochs(self) -> tuple[int, int] | None:
-        return None if self.paper is None else self.paper.epochs
-
-    @property
-    def is_short(self) -> bool:
-        """Whether it had fewer epochs than the paper's recipe has."""
-        return self.paper_epochs is not None and self.row.first.epochs < sum(self.paper_epochs)
+    text: str = ""  # Markdown, by whoever ran them
 
 
 def page(
@@ -84,6 +47,8 @@ def page(
     studies: Mapping[str, Study],
     benches: Sequence[str],
     published: Sequence[Published],
+    defaults: Mapping[str, Any] = NONE,
+    ours: Container[str] = ESTIMATORS,
 ) -> str:
     """The page, the same for the same records in any order.
 
@@ -91,31 +56,43 @@ def page(
         studies: by the link to their figure.
         benches: links to records of step times.
         published: all rows of the paper that there are.
+        defaults: of a recipe.
+        ours: estimators of our method, see `rivals.standings`.
     """
     tables: defaultdict[str, list[str]] = defaultdict(list)
     for experiment in sorted(experiments, key=lambda one: one.link):
-        for network, rows in by_network(summarise(experiment.runs)).items():
-            tables[network] += ["", *_experiment(experiment.link, rows, published)]
-    lines = [INTRODUCTION.rstrip()]
+        for network, rows in by_network(summarise(experiment.runs, defaults)).items():
+            lines = lines_of(rows, published, defaults)
+            tables[network] += ["", *_experiment(experiment, lines, ours)]
+    text = [INTRODUCTION.rstrip()]
     for network in sorted(tables):
-        lines += ["", f"## {escaped(network)}", *tables[network]]
+        text += ["", f"## {escaped(network)}", *tables[network]]
     for title, kind in (("Variance of the structure gradient", "variance"), ("V and V max", "flip")):
         if found := {link: study for link, study in sorted(studies.items()) if getattr(study, kind)}:
-            lines += ["", f"## {title}", "", "[studies.md](studies.md) says how they are measured."]
+            text += ["", f"## {title}", "", "[studies.md](studies.md) says how they are measured."]
             for link, study in found.items():
-                lines += ["", *_study(link, study)]
+                text += ["", *_study(link, study)]
     if benches:
         links = ", ".join(f"[{link.removeprefix('../')}]({link})" for link in sorted(benches))
-        lines += ["", "## Step times", "", f"In [performance.md](performance.md), from {links}."]
-    return "\n".join(lines) + "\n"
+        text += ["", "## Step times", "", f"In [performance.md](performance.md), from {links}."]
+    return "\n".join(text) + "\n"
 
 
-def _experiment(link: str, rows: Sequence[Row], published: Sequence[Published]) -> Iterator[str]:
-    lines = [Line(row, _paper_of(row, published), _narrow_of(row, rows)) for row in rows]
-    precisions = sorted({str(row.first.config.get("precision", "float32")) for row in rows})
-    yield f"Records: [{link.removeprefix('../')}]({link}), in {' and '.join(precisions)}."
+def _experiment(experiment: Experiment, lines: Sequence[Line], ours: Container[str]) -> Iterator[str]:
+    where = experiment.link.removeprefix("../")
+    yield f"### {escaped(where.rpartition('/')[2])}"
+    if text := experiment.text.strip():
+        text = re.sub(r"^(?=#+ )", "###", text, flags=re.MULTILINE)  # its headings are below ours
+        yield from (
+            "",
+            re.sub(r"\]\((?!\w+:|[#/])", f"]({experiment.link}/", text),
+        )  # and its links start in its folder
+    precisions = sorted({str(line.row.first.config.get("precision", "float32")) for line in lines})
+    yield from ("", f"Records: [{where}]({experiment.link}), in {' and '.join(precisions)}.")
     if any(line.is_short for line in lines):
         yield "**Fewer epochs than the paper's recipes:** compare the rows with each other first."
+    if found := list(standings(lines, ours)):
+        yield from ("", f"At equal FLOPs, within 2 %: {'; '.join(found)}.")
     columns = [[title, *map(cell, lines)] for title, cell in CELLS]
     filled = [column for column in columns if set(column[1:]) != {MISSING}]
     yield ""
@@ -124,47 +101,8 @@ def _experiment(link: str, rows: Sequence[Row], published: Sequence[Published]) 
         yield from ("", *verdicts)
 
 
-def _paper_of(row: Row, published: Iterable[Published]) -> Published | None:
-    """The paper's row about this method and network, of the same protocol if there is one, the nearest in FLOPs."""
-    first, config = row.first, row.first.config
-    if config.get("width", 1) != 1 or config.get("validation", 0):  # another network, or other images to test on
-        return None
-    if first.method == "slimstart" and config.get("estimator", ESTIMATORS[0]) not in ESTIMATORS:
-        return None
-    own = [one for one in published if (one.model, one.data, one.method) == (first.model, first.data, first.method)]
-    protocol = config.get("protocol", "original")
-    return min(own, key=lambda one: (one.protocol != protocol, _apart(_flops(row), one.flops)), default=None)
-
-
-def _narrow_of(row: Row, rows: Iterable[Row]) -> Row | None:
-    """The hand-narrowed network of about as many FLOPs and the same epochs."""
-    if row.first.method in ("dense", "narrow"):
-        return None
-    others = [one for one in rows if one.first.method == "narrow" and one.first.epochs == row.first.epochs]
-    near = min(others, key=lambda one: _apart(_flops(row), _flops(one)), default=None)
-    return near if near is not None and _apart(_flops(row), _flops(near)) <= NEAR else None
-
-
-def _apart(one: float, other: float) -> float:
-    """By what factor two costs differ, at least 1."""
-    return math.exp(abs(math.log(max(one, 1e-9) / max(other, 1e-9))))
-
-
-def _accuracy(row: Row) -> float:
-    return row.mean(lambda run: run.accuracy) or 0.0
-
-
-def _flops(row: Row) -> float:
-    return 100 * (row.mean(lambda run: run.flops_ratio) or 0.0)
-
-
 def _points(difference: float) -> str:
-    return f"{difference:+.2f}".replace("-", "−")
-
-
-def _epochs_of(run: Record) -> str:
-    finetuning = int(run.config.get("finetune_epochs", 0))
-    return _sum((run.epochs - finetuning, finetuning))
+    return f"{round(difference, 2) + 0.0:+.2f}".replace("-", "−")  # + 0.0: there is no −0.00
 
 
 def _sum(epochs: tuple[int, int]) -> str:
@@ -193,18 +131,17 @@ def _beside(title: str, paper: Callable[[Published], float | None], unit: str = 
 def _narrow_cell(line: Line) -> str:
     if line.narrow is None:
         return MISSING
-    better = _points(line.accuracy - _accuracy(line.narrow))
-    return f"{_accuracy(line.narrow):.2f} ({better}{_at(line)})"
+    better = _points(line.row.accuracy - line.narrow.accuracy)
+    return f"{line.narrow.accuracy:.2f} ({better}{_at(line.row, line.narrow)})"
 
 
-def _at(line: Line) -> str:
+def _at(row: Row, narrow: Row) -> str:
     """The FLOPs of the hand-narrowed network, where they are not the row's."""
-    flops = 0.0 if line.narrow is None else _flops(line.narrow)
-    return "" if _apart(flops, _flops(line.row)) <= SAME else f" at {number(flops)} % FLOPs"
+    return "" if apart(narrow.flops, row.flops) <= SAME else f" at {number(100 * narrow.flops)} % FLOPs"
 
 
 def _epochs_cell(line: Line) -> str:
-    own, theirs = _epochs_of(line.row.first), line.paper_epochs
+    own, theirs = line.row.epochs, line.paper_epochs
     return own if theirs is None or _sum(theirs) == own else f"{own}; the paper: {_sum(theirs)}"
 
 
@@ -214,7 +151,7 @@ CELLS: tuple[tuple[str, Callable[[Line], str]], ...] = (
     ("accuracy, %", _own("accuracy, %")),
     ("narrow, %", _narrow_cell),
     ("paper, %", lambda line: MISSING if line.paper is None else f"{line.paper.accuracy:g}"),
-    ("difference", lambda line: MISSING if line.paper is None else _points(line.accuracy - line.paper.accuracy)),
+    ("difference", lambda line: MISSING if line.paper is None else _points(line.row.accuracy - line.paper.accuracy)),
     ("FLOPs, %", _beside("FLOPs, %", lambda paper: paper.flops)),
     ("params, %", _beside("params, %", lambda paper: paper.params)),
     ("saving, formula", _beside("cost saving, formula", lambda paper: paper.saving, "×")),
@@ -231,18 +168,16 @@ CELLS: tuple[tuple[str, Callable[[Line], str]], ...] = (
 
 def _verdict(line: Line, paper: Published) -> str:
     """Whether a row is where the paper is, and what may be the reason if not."""
-    points = line.accuracy - paper.accuracy
+    row, points = line.row, line.row.accuracy - paper.accuracy
     where = "falls short of" if points < 0 else "is above"
-    text = f"- **{escaped(line.row.label)}** {where} the paper by {abs(points):.2f} points: "
-    text += f"{line.accuracy:.2f} % against {paper.accuracy:g} %"
-    if _apart(_flops(line.row), paper.flops) > SAME:
-        text += f", at {number(_flops(line.row))} % of the FLOPs against {paper.flops:g} %"
+    text = f"- **{escaped(row.label)}** {where} the paper by {abs(points):.2f} points: "
+    text += f"{row.accuracy:.2f} % against {paper.accuracy:g} %"
+    if apart(100 * row.flops, paper.flops) > SAME:
+        text += f", at {number(100 * row.flops)} % of the FLOPs against {paper.flops:g} %"
     if paper.epochs is not None and line.is_short:
-        text += f", after {_epochs_of(line.row.first)} epochs; the paper: {_sum(paper.epochs)}"
+        text += f", after {row.epochs} epochs; the paper: {_sum(paper.epochs)}"
     if line.narrow is not None:
-        ahead = line.accuracy - _accuracy(line.narrow)
-        order = "behind" if ahead < 0 else "ahead of"
-        text += f". It is {abs(ahead):.2f} points {order} the hand-narrowed network{_at(line)}"
+        text += f". It is {standing(row, [line.narrow])} the hand-narrowed network{_at(row, line.narrow)}"
     return text + "."
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from slimstart import records
 from slimstart.errors import RecordError
 from slimstart.records import Layer, Record
 
 Value = Callable[[Record], float | None]
-# Further away from its budget than this, a network cannot be compared with others under that budget.
-LEAST_OF_BUDGET, MOST_OF_BUDGET = 0.9, 1.01
-# Settings by which runs of one method compete with each other.
-VARIANTS = ("estimator", "protocol")
+# What differs by less than this factor is the same; further away from its budget, a network has missed it.
+SAME = 1.02
+# Settings that stand elsewhere in a row, or in none.
+NAMED = ("model", "data", "method", "budget", "seed", "finetune_epochs")
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def _filters(layers: Iterable[Layer]) -> float | None:
@@ -68,6 +70,22 @@ class Row:
         return " ".join(filter(None, (self.method, self.first.budget)))
 
     @property
+    def accuracy(self) -> float:
+        return statistics.fmean(run.accuracy for run in self.runs)
+
+    @property
+    def flops(self) -> float:
+        """Of the finished networks, as a fraction of dense."""
+        return statistics.fmean(run.flops_ratio for run in self.runs)
+
+    @property
+    def epochs(self) -> str:
+        """Of training, or search, plus those of fine-tuning: "53 + 7"."""
+        said = self.first.config.get("finetune_epochs")
+        finetuning = said if isinstance(said, int) else 0  # the settings of a record may be anything
+        return " + ".join(str(count) for count in (self.first.epochs - finetuning, finetuning) if count)
+
+    @property
     def missed(self) -> float | None:
         """What the finished networks take of what the budget limits, where that is not what was asked for."""
         kind, _, text = (self.first.budget or "").partition("=")
@@ -76,9 +94,9 @@ class Row:
         except (ValueError, LookupError):  # no budget, or a record of somebody else's
             return None
         low, high = self.mean(least), self.mean(most)
-        if low is not None and low > MOST_OF_BUDGET * limit:
+        if low is not None and low > SAME * limit:
             return low
-        return high if high is not None and high < LEAST_OF_BUDGET * limit else None
+        return high if high is not None and SAME * high < limit else None
 
     def values(self, value: Value) -> list[float]:
         """Of the runs that have it."""
@@ -119,10 +137,10 @@ def _files(path: Path) -> Iterator[Path]:
     candidates = {file for pattern in ("*.json", "*/*.json", "*/*/record.json") for file in path.glob(pattern)}
     # A run's own file must be sound; other files may be anything, and a benchmark's file is called like a run's.
     ours = {records.SCHEMA.partition("/")[0]: candidates, "": {f for f in candidates if f.name == "record.json"}}
-    yield from (file for file in sorted(candidates) if file in ours.get(_family(file), ()))
+    yield from (file for file in sorted(candidates) if file in ours.get(family(file), ()))
 
 
-def _family(file: Path) -> str:
+def family(file: Path) -> str:
     """What kind of record a file claims to be, "" if none."""
     try:
         content = json.loads(file.read_bytes())
@@ -131,26 +149,28 @@ def _family(file: Path) -> str:
     return str(content.get("schema", "")).partition("/")[0] if isinstance(content, dict) else ""
 
 
-def summarise(runs: Iterable[Record]) -> list[Row]:
-    """Join runs that differ in the seed alone; by network, dense first, then by budget, from many FLOPs to few."""
+def summarise(runs: Iterable[Record], defaults: Mapping[str, Any] = NONE) -> list[Row]:
+    """Join runs that differ in the seed alone.
+
+    By network; dense first, then by budget, from many FLOPs to few, and under each from the best to the worst.
+
+    Args:
+        defaults: of settings, which are not worth a note; a record that lacks a setting has its default.
+    """
     same: defaultdict[tuple[object, ...], list[Record]] = defaultdict(list)
     for run in runs:
         same[_setting(run)].append(run)
     rows = [Row(tuple(sorted(group, key=lambda run: (run.seed, run.started)))) for group in same.values()]
     under: defaultdict[tuple[str, str | None], list[float]] = defaultdict(list)
     for row in rows:
-        under[row.network, row.first.budget].append(_flops(row))
+        under[row.network, row.first.budget].append(row.flops)
 
     def order(row: Row) -> tuple[object, ...]:
         first, budget = row.first, under[row.network, row.first.budget]
         place = (first.model, first.data, first.method != "dense", -statistics.fmean(sorted(budget)))
-        return (*place, first.budget or "", -_flops(row), first.method, _setting(first))
+        return (*place, first.budget or "", -row.accuracy, first.method, _setting(first))
 
-    return sorted(_told_apart(rows), key=order)
-
-
-def _flops(row: Row) -> float:
-    return row.mean(lambda run: run.flops_ratio) or 0.0
+    return sorted(_told_apart(rows, defaults), key=order)
 
 
 def _setting(run: Record) -> tuple[object, ...]:
@@ -158,42 +178,29 @@ def _setting(run: Record) -> tuple[object, ...]:
     return (*what, run.device, run.hardware)
 
 
-def _told_apart(rows: Sequence[Row]) -> Iterator[Row]:
-    """Rows of equal names get the rest of their setting as a note, as far as it differs.
-
-    What is noted of one row is noted of all of its method: under other budgets, too, it is the same contender.
-    """
-    methods: defaultdict[tuple[str, str], defaultdict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+def _told_apart(rows: Sequence[Row], defaults: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows with what sets them apart from others of their method, under whatever budget, as a note."""
+    methods: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        methods[row.network, row.method][row.label].append(row)
+        methods[row.network, row.first.method].append(row)
     for namesakes in methods.values():
-        noted = {name for group in namesakes.values() for name in _differences([row.first for row in group])}
-        for row in itertools.chain(*namesakes.values()):
-            facts = _facts(row.first)
-            yield Row(row.runs, ", ".join(text for name, text in facts.items() if name in noted))
+        facts = [_facts(row, defaults) for row in namesakes]
+        noted = {name for one in facts for name in one if len({other.get(name) for other in facts}) > 1}
+        notes = [", ".join(text for name, text in one.items() if name in noted) for one in facts]
+        named = [replace(row, note=note) for row, note in zip(namesakes, notes, strict=True)]
+        taken = Counter(row.label for row in named)
+        for row in named:  # a record of somebody else's may not say what its hash stands for
+            extra = f"config {row.first.config_hash}" if taken[row.label] > 1 else ""
+            yield replace(row, note=", ".join(filter(None, (row.note, extra))))
 
 
-def _differences(runs: Sequence[Record]) -> list[str]:
-    """Names of facts that tell these runs apart: variant and surroundings always, more of the settings if need be."""
-    facts = [_facts(run) for run in runs]
-    names = list(dict.fromkeys(itertools.chain(*facts)))
-    chosen: list[str] = []
-    for name in names:
-        apart = len({tuple(one.get(n) for n in chosen) for one in facts}) == len(runs)
-        if len({one.get(name) for one in facts}) > 1 and (name in _ALWAYS or not apart):
-            chosen.append(name)
-    return chosen
-
-
-_ALWAYS = (*VARIANTS, "epochs", "hardware", "device")
-
-
-def _facts(run: Record) -> dict[str, str]:
-    """What may tell a run from others of its method and budget, as text, the telling ones first."""
-    first = {name: str(run.config[name]) for name in VARIANTS if name in run.config}
-    first |= {"epochs": f"{run.epochs} epochs", "hardware": run.hardware, "device": run.device}
-    rest = {name: f"{name} {value}" for name, value in run.config.items() if name not in {*first, "seed"}}
-    return first | rest | {"config_hash": f"config {run.config_hash[:6]}"}
+def _facts(row: Row, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """What may tell a row from others of its method and budget, as text."""
+    run = row.first
+    settings = run.config | {"epochs": row.epochs, "hardware": run.hardware, "device": run.device}
+    return {
+        name: f"{name} {value}" for name, value in settings.items() if name not in NAMED and value != defaults.get(name)
+    }
 
 
 def by_network(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -47,10 +47,6 @@ def time_unit(seconds: float) -> tuple[int, str]:
     return (1, "s") if seconds < 120 else (60, "min") if seconds < 7200 else (3600, "h")
 
 
-def _flops(run: Record) -> float:
-    return 100 * run.flops_ratio
-
-
 def _speed(reference: Value) -> Value:
     """How many times faster than a reference one step is; above 1 is faster."""
 
@@ -63,7 +59,7 @@ def _speed(reference: Value) -> Value:
 
 def _accuracy(row: Row) -> str:
     spread = row.spread(lambda run: run.accuracy)
-    return f"{row.mean(lambda run: run.accuracy):.2f}" + ("" if spread is None else f" ± {spread:.2f}")
+    return f"{row.accuracy:.2f}" + ("" if spread is None else f" ± {spread:.2f}")
 
 
 def _budget(row: Row) -> str:
@@ -100,8 +96,8 @@ COLUMNS = (
     Column(
         "budget",
         _budget,
-        "The limit on the structure, as a fraction of dense. Missed: the finished network takes more than 1 % above or "
-        "10 % below it, as said in brackets, and cannot be compared with others under that budget.",
+        "The limit on the structure, as a fraction of dense. Missed: the finished network takes over 2 % more or less, "
+        "as said in brackets, and cannot be compared with others under that budget.",
         numeric=False,
     ),
     Column("seeds", _seeds, "Runs that differ in the seed alone; the other columns show their mean."),
@@ -110,7 +106,11 @@ COLUMNS = (
         _accuracy,
         "On the test images, of the finished network; ± is the sample standard deviation over the seeds.",
     ),
-    Column("FLOPs, %", _of(_flops), "Multiply-adds of one forward of the finished network, of dense."),
+    Column(
+        "FLOPs, %",
+        lambda row: number(100 * row.flops),
+        "Multiply-adds of one forward of the finished network, of dense.",
+    ),
     Column("params, %", _of(lambda run: 100 * run.params_ratio), "Parameters of the finished network, of dense."),
     Column(
         "cost saving, formula",

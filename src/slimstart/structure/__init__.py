@@ -3,9 +3,10 @@
 Here: drawing masks and their score (`probabilities`), the gradient of s from losses (`estimators`), Adam (`adam`), what
 a mask or s costs (`budgets`, with the closed form in `expectation` and `dropping`), the nearest s within a budget
 (`projection`, and for GPUs `multisection`), masks within it (`cutting`), draws with a cap on their widths (`capping`),
-what a training asks of all this (`policies`) and the object that puts it together (`bernoulli`). For studies: how far
-losses and gradients of sampled masks lie apart (`dispersion`). Not here: layers, tensors with names, training steps;
-costs come in as a plain `slimstart.costs.CostTable`.
+what a training asks of all this (`policies`) and the object that puts it together (`bernoulli`). In place of single
+units, widths: by what units are worth (`equal_worth`), or by the losses of pairs (`widths`), both filling the budget
+(`fitting`). For studies: how far losses and gradients of sampled masks lie apart (`dispersion`). Not here: layers,
+tensors with names, training steps; costs come in as a plain `slimstart.costs.CostTable`.
 
 Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in half a dozen lines.
 """
@@ -13,8 +14,9 @@ Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in h
 from slimstart.structure.bernoulli import SAMPLINGS, BernoulliUnits
 from slimstart.structure.budgets import BoundBudget, Budget, Channels, Flops, Params
 from slimstart.structure.cutting import cut
+from slimstart.structure.equal_worth import EqualWorth
 from slimstart.structure.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
-from slimstart.structure.policies import DevicePolicy, Policy
+from slimstart.structure.policies import DevicePolicy, Policy, WatchingPolicy
 from slimstart.structure.probabilities import sample, score
 from slimstart.structure.projection import project, uniform_start
 from slimstart.structure.widths import NestedWidths
@@ -27,11 +29,13 @@ __all__ = [
     "Budget",
     "Channels",
     "DevicePolicy",
+    "EqualWorth",
     "Estimator",
     "Flops",
     "NestedWidths",
     "Params",
     "Policy",
+    "WatchingPolicy",
     "cut",
     "get_estimator",
     "leave_one_out_of",

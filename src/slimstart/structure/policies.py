@@ -2,7 +2,8 @@ r"""Policies: what is learned about the structure, behind one small protocol.
 
 A policy draws masks, learns from their losses, and keeps to the budget. It knows no network: masks are flat, losses are
 numbers. `slimstart.structure.BernoulliUnits` is the paper's. A `DevicePolicy` can do its part of a step on a GPU
-without asking the host, so that a CUDA graph can hold it; an engine asks `isinstance` and `capturable` first.
+without asking the host, so that a CUDA graph can hold it; an engine asks `isinstance` and `capturable` first. A
+`WatchingPolicy` compares no losses: it learns from the gradients of every step.
 """
 
 from __future__ import annotations
@@ -75,4 +76,23 @@ class DevicePolicy(Policy, Protocol):
         """Learn from the losses (num_masks,) of the last draw, in place; change nothing where `ok` is false.
 
         Both are on the policy's device. `ok` is a bool scalar, and must be false where a loss is not finite.
+        """
+
+
+@runtime_checkable
+class WatchingPolicy(Policy, Protocol):
+    """A policy that is told, before every step of the optimizer, how the loss changes with each unit."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last draw has settled the structure."""
+
+    def to(self, device: torch.device | str) -> None:
+        """Move what `watch_` changes there."""
+
+    def watch_(self, gradients: Tensor) -> None:
+        """Take note of one step, on the device, in place, without asking for a value.
+
+        Args:
+            gradients: (U,), of the loss with respect to a gate of 1 at every unit; 0 for absent units.
         """

@@ -25,45 +25,12 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
-from slimstart.structure._tables import Tables
 from slimstart.structure.adam import Adam, AdamState
 from slimstart.structure.budgets import BoundBudget, Budget
+from slimstart.structure.fitting import Fit
 
 SIGMA = 0.2
 LR = 0.03
-
-
-class Fit(Tables):
-    """Widths that fill a budget: in fixed work, and without asking for a value, so that a CUDA graph can hold it."""
-
-    ROUNDS, POINTS = 5, 16
-
-    def __init__(self, budget: BoundBudget, table: CostTable) -> None:
-        self._budget, self._limit = budget, budget.limit
-        self._group = torch.unique(table.unit_group.cpu(), return_inverse=True)[1]
-        self.sizes = torch.bincount(self._group)
-        self._rank = torch.arange(table.num_units) - (torch.cumsum(self.sizes, 0) - self.sizes)[self._group]
-        self._reach = 2 * math.log(max(2, int(self.sizes.max()))) + 1  # from one unit each to all of them
-        self._points = torch.linspace(0, 1, self.POINTS, dtype=torch.float64)
-
-    def masks(self, widths: Tensor) -> Tensor:
-        """(..., U): the first units of every group, for widths (..., G); at least one."""
-        return self._rank < widths.round().clamp(min=1)[..., self._group]
-
-    def __call__(self, log_widths: Tensor) -> Tensor:
-        """(n, G) -> (n, G): the same log-widths, moved by one number each, so that their networks fill the budget."""
-        low = torch.full_like(log_widths[:, :1], -self._reach)
-        span = 2 * self._reach
-        for _ in range(self.ROUNDS):  # the first point fits, as it did before: widths of at most one unit do
-            tried = low + span * self._points
-            costs = self._budget.expected(self.masks(self._within(log_widths[:, None] + tried[..., None]).exp()))
-            fits = (costs <= self._limit).long()
-            last = fits[:, 1:].cumprod(1).sum(1, keepdim=True)
-            low, span = tried.gather(1, last), span / (self.POINTS - 1)
-        return self._within(log_widths + low)
-
-    def _within(self, log_widths: Tensor) -> Tensor:
-        return torch.minimum(log_widths.clamp(min=0), self.sizes.double().log())
 
 
 class NestedWidths:

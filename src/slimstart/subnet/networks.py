@@ -115,6 +115,16 @@ class Networks:
         self.link.point(self.net.parameters, selection)
         self.__dict__.pop("executed", None)
 
+    def units_along(self, axis: int) -> Tensor:
+        """(n,) int64 on the device: whose unit each entry of the trained network is, along an axis of the graph.
+
+        The number of all units stands for none: an entry that always stays, or a passenger's.
+        """
+        assert self.net.selection is not None
+        units, kept = self.graph.units_along(axis), self.net.selection.kept(axis)
+        units = units if kept is None else units[kept]
+        return torch.where(units < 0, self.graph.num_units, units).to(self.device)
+
     def references(self) -> Iterator[nn.Module]:
         """The other networks of the draw, one after the other."""
         for mask in self.masks[1:]:

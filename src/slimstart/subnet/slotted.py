@@ -44,6 +44,7 @@ class SlotNetworks(Networks):
 
     proposed: Seats
     proposed_masks: Tensor
+    _occupied_type: torch.dtype | None = None  # that of the parameter, which is multiplied fastest
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class SlotNetworks(Networks):
         self._seating: Seating | None = None
         self._hooked: dict[str, nn.Parameter] = {}
         self._silent_by_hook = True
+        self._units: dict[int, Tensor] = {}  # of the dense model, along axes that were asked for
         self._known: Any = None  # what the tables of moves were made for
 
     # --- what the device does alone ----------------------------------------------------------------------------------
@@ -141,7 +143,9 @@ class SlotNetworks(Networks):
             self._set_ports(self.reference, self._reference_ports)
         else:  # there will be no other: give the memory back
             self.reference = self._companion()
-        self.occupied = {name: torch.zeros_like(p.detach()) for name, p in self.net.parameters.items()}
+        self.occupied = {
+            name: torch.zeros_like(p.detach(), dtype=self._occupied_type) for name, p in self.net.parameters.items()
+        }
         self._known = None
         self.refresh()
         self._occupy.gather_(self._seats.places[0])
@@ -184,6 +188,15 @@ class SlotNetworks(Networks):
     def companions(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
         self.reference.follow_modes()
         return [(partial(self.load_reference, number), self.reference.module) for number in range(1, len(self.masks))]
+
+    def units_along(self, axis: int) -> Tensor:
+        assert self._seating is not None
+        start = self._seating.start[axis]
+        places = self._seats.places[0, start : start + self._seating.count[axis]].long()
+        if axis not in self._units:
+            units = self.graph.units_along(axis)
+            self._units[axis] = torch.where(units < 0, self.graph.num_units, units).to(self.device)
+        return torch.where(places < 0, self.graph.num_units, self._units[axis][places.clamp(min=0)])
 
     def references(self) -> Iterator[nn.Module]:
         self.reference.follow_modes()

@@ -1,0 +1,80 @@
+"""Widths that fill a budget: log-widths moved by one number until they do, and whole widths that a GPU is fast with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slimstart.costs import CostTable
+from slimstart.structure._tables import Tables
+from slimstart.structure.budgets import BoundBudget
+
+
+class Fit(Tables):
+    """Widths that fill a budget: in fixed work, and without asking for a value, so that a CUDA graph can hold it."""
+
+    ROUNDS, POINTS = 5, 16
+
+    def __init__(self, budget: BoundBudget, table: CostTable) -> None:
+        self._budget, self._limit = budget, budget.limit
+        self.group = torch.unique(table.unit_group.cpu(), return_inverse=True)[1]
+        self.sizes = torch.bincount(self.group)
+        self._rank = torch.arange(table.num_units) - (torch.cumsum(self.sizes, 0) - self.sizes)[self.group]
+        self._reach = 2 * math.log(max(2, int(self.sizes.max()))) + 1  # from one unit each to all of them
+        self._points = torch.linspace(0, 1, self.POINTS, dtype=torch.float64)
+
+    def masks(self, widths: Tensor) -> Tensor:
+        """(..., U): the first units of every group, for widths (..., G); at least one."""
+        return self._rank < widths.round().clamp(min=1)[..., self.group]
+
+    def __call__(self, log_widths: Tensor) -> Tensor:
+        """(n, G) -> (n, G): the same log-widths, moved by one number each, so that their networks fill the budget."""
+        low = torch.full_like(log_widths[:, :1], -self._reach)
+        span = 2 * self._reach
+        for _ in range(self.ROUNDS):  # the first point fits, as it did before: widths of at most one unit do
+            tried = low + span * self._points
+            costs = self._budget.expected(self.masks(self._within(log_widths[:, None] + tried[..., None]).exp()))
+            fits = (costs <= self._limit).long()
+            last = fits[:, 1:].cumprod(1).sum(1, keepdim=True)
+            low, span = tried.gather(1, last), span / (self.POINTS - 1)
+        return self._within(log_widths + low)
+
+    def _within(self, log_widths: Tensor) -> Tensor:
+        return torch.minimum(log_widths.clamp(min=0), self.sizes.double().log())
+
+
+def steps(sizes: Tensor, align: int) -> Tensor:
+    """In which steps groups of these sizes grow: of `align`, the largest of twice that, and small ones unit by unit."""
+    if align == 1:
+        return torch.ones_like(sizes)
+    large = torch.where(sizes >= 32 * align, 2 * align, align)
+    return torch.where(sizes >= 8 * align, large, 1)
+
+
+def whole(wanted: Tensor, sizes: Tensor, align: int, fits: Callable[[Tensor], bool]) -> Tensor:
+    """Widths near those that are wanted: whole numbers of `steps`, within the budget, and filling it.
+
+    Args:
+        wanted: (G,) float64.
+        sizes: (G,) int64, the most there can be.
+        fits: whether widths (G,) int64 are within the budget; one unit per group must be.
+    """
+    step = steps(sizes, align)
+    if align > 1 and not fits(torch.minimum(step, sizes)):
+        return whole(wanted, sizes, 1, fits)
+    least = torch.minimum(step, sizes)
+    widths = torch.minimum((wanted / step).round().long().clamp(min=1) * step, sizes)
+    while not fits(widths):  # take away where most was given, for what was wanted
+        given = torch.where(widths > least, widths / wanted, 0.0)
+        widths = torch.maximum(widths - step * (torch.arange(len(step)) == int(given.argmax())), least)
+    grows = True
+    while grows:  # and give out what is left, first where most is missing
+        grows = False
+        for group in torch.argsort(widths / wanted, stable=True).tolist():
+            wider = torch.minimum(widths + step * (torch.arange(len(step)) == group), sizes)
+            if int(wider[group]) > int(widths[group]) and fits(wider):
+                widths, grows = wider, True
+    return widths

@@ -1,0 +1,152 @@
+"""A policy that gives units to where they are worth most: its fixed point by enumeration, and what a draw must be."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from slimstart import Channels, Flops, Params, models, trace
+from slimstart.errors import CheckpointError
+from slimstart.structure import EqualWorth, WatchingPolicy
+from slimstart.structure.fitting import steps, whole
+
+GRAPH = trace(models.build("vgg16", num_classes=10, width=0.25), torch.zeros(1, 3, 32, 32), "stream")
+RESIDUAL = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
+BUDGETS = [Flops(0.3), Params(0.2), Channels(0.4)]
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 40, 3, stride=2), nn.ReLU()),
+        *(nn.Conv2d(40, 32, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 49, 10)),
+    )
+
+
+def watch(policy: EqualWorth, worth: torch.Tensor) -> None:
+    """One window, of two steps whose mean squares are these."""
+    for factor in (0.5, 1.5):
+        policy.watch_((factor * worth).sqrt())
+
+
+@pytest.mark.parametrize("values", [(1.0, 1.0, 1.0), (9.0, 1.0, 0.3), (0.2, 5.0, 2.0)])
+def test_it_finds_the_widths_of_least_loss(values):
+    """With the loss a_1 / w_1 + a_2 / w_2 + a_3 / w_3, a unit of group g is worth a_g / w_g^2."""
+    graph = trace(chain(), torch.zeros(1, 3, 32, 32), "stream")
+    policy = EqualWorth(graph.costs, Flops(0.2), align=1, rounds=30)
+    a = torch.tensor(values, dtype=torch.float64)
+    group = graph.costs.unit_group
+    while not policy.is_done:
+        widths = policy.widths.double()
+        watch(policy, policy.draw()[0] * (a / widths**2)[group])
+        policy.draw()
+    found = float((a / policy.widths).sum())
+    bound, rank = Flops(0.2).bind(graph.costs), torch.cat([torch.arange(n) for n in (24, 40, 32)])
+    every = torch.tensor(list(itertools.product(range(1, 25), range(1, 41), range(1, 33, 2))))
+    costs = torch.cat([bound.expected((rank < some[:, group]).double()) for some in every.split(1000)])
+    best = float((a / every[costs <= bound.limit]).sum(1).min())
+    assert found < 1.02 * best
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6), st.sampled_from(BUDGETS), st.booleans(), st.sampled_from([1, 8]))
+def test_every_draw_fills_the_budget_with_the_best_units(seed, budget, residual, align):
+    graph = RESIDUAL if residual else GRAPH
+    generator = torch.Generator().manual_seed(seed)
+    policy, bound = EqualWorth(graph.costs, budget, align=align, rounds=4), budget.bind(graph.costs)
+    sizes = torch.bincount(graph.costs.unit_group)
+    before = policy.draw()[0]
+    for _ in range(4):
+        worth = before * torch.rand(graph.num_units, generator=generator, dtype=torch.float64).pow(4)
+        watch(policy, worth)
+        (mask,) = policy.draw()
+        assert bound.cost(mask) <= bound.limit
+        wider = [mask.clone() for _ in graph.groups]
+        for one, group, step in zip(wider, graph.groups, steps(sizes, align), strict=True):
+            own = slice(group.units.start, group.units.stop)
+            absent = (~one[own]).nonzero().squeeze(1)[: int(step)]
+            one[own.start + absent] = True
+            assert bool(mask[own].any())
+            if bool((mask[own] & ~before[own]).any()):  # it has grown: everybody stays
+                assert bool(mask[own][before[own]].all())
+            elif bool((before[own] & ~mask[own]).any()):
+                assert worth[own][mask[own]].min() >= worth[own][before[own] & ~mask[own]].max()
+        costs = [bound.cost(one) for one in wider]
+        assert all(cost > bound.limit for cost, one in zip(costs, wider, strict=True) if not torch.equal(one, mask))
+        before = mask
+    assert policy.is_done
+    watch(policy, torch.ones(graph.num_units))
+    assert torch.equal(policy.draw()[0], before)  # settled
+
+
+def test_it_starts_from_equal_shares_and_stays_there_while_nothing_is_known():
+    policy = EqualWorth(GRAPH.costs, Flops(0.3), align=1)
+    assert isinstance(policy, WatchingPolicy)
+    shares = policy.widths / torch.bincount(GRAPH.costs.unit_group)
+    assert float(shares.max() - shares.min()) < 0.1
+    first = policy.draw()
+    assert torch.equal(policy.draw(), first)
+    assert policy.num_rounds == 0
+    policy.watch_(torch.full((GRAPH.num_units,), torch.nan))  # of a step that was skipped
+    assert torch.equal(policy.draw(), first)
+    watch(policy, torch.zeros(GRAPH.num_units))  # nobody reads anything
+    assert torch.equal(policy.draw(), first)
+    assert policy.num_rounds == 1
+
+
+def test_a_group_of_which_nothing_is_known_stays_as_wide_as_its_neighbours_on_the_whole():
+    policy = EqualWorth(GRAPH.costs, Flops(0.3), align=1)
+    before = policy.widths.double()
+    worth = policy.draw()[0].double() * (GRAPH.costs.unit_group != 3)
+    watch(policy, worth)
+    policy.draw()
+    change = (policy.widths / before).log()
+    assert abs(float(change[3])) < 0.15
+    assert float(change.max()) > 0.2
+    assert float(change.min()) < -0.1
+
+
+def test_a_saved_policy_goes_on_bit_for_bit_within_a_window():
+    first, second = (EqualWorth(GRAPH.costs, Flops(0.3)) for _ in range(2))
+    worth = torch.rand(GRAPH.num_units, dtype=torch.float64)
+    watch(first, worth * first.draw()[0])
+    first.draw()
+    first.watch_(worth)
+    second.load_state_dict(first.state_dict())
+    for policy in (first, second):
+        policy.watch_(worth.flip(0))
+    assert torch.equal(first.draw(), second.draw())
+    assert torch.equal(first.draw(), first.candidates(3))
+    assert torch.equal(first.keep_probs.bool(), second.best_guess())
+    assert first.expected_cost == second.expected_cost
+    assert first.num_rounds == second.num_rounds == 2
+
+
+@given(st.lists(st.floats(0.3, 60), min_size=4, max_size=4), st.integers(4, 150), st.sampled_from([1, 4, 8]))
+def test_whole_widths(wanted, limit, align):
+    sizes = torch.tensor([8, 32, 64, 256])
+    found = whole(torch.tensor(wanted, dtype=torch.float64), sizes, align, lambda widths: int(widths.sum()) <= limit)
+    assert int(found.sum()) <= limit
+    assert bool(((found >= 1) & (found <= sizes)).all())
+    step = steps(sizes, align)
+    if int(torch.minimum(step, sizes).sum()) <= limit:
+        assert bool(((found % step == 0) | (found == sizes)).all())
+    more = [torch.minimum(found + step * (torch.arange(4) == group), sizes) for group in range(4)]
+    assert all(int(wider.sum()) > limit or torch.equal(wider, found) for wider in more if align == 1)
+
+
+def test_errors():
+    for changes, message in (
+        ({"rounds": 0}, "`rounds` is 0"),
+        ({"align": 0}, "`align` is 0"),
+        ({"rate": 2.0}, "`rate`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EqualWorth(GRAPH.costs, Flops(0.3), **changes)
+    policy = EqualWorth(GRAPH.costs, Flops(0.3))
+    with pytest.raises(CheckpointError, match="lacks sums"):
+        policy.load_state_dict({name: value for name, value in policy.state_dict().items() if name != "sums"})
+    with pytest.raises(CheckpointError, match="units"):
+        policy.load_state_dict(EqualWorth(RESIDUAL.costs, Flops(0.3)).state_dict())
