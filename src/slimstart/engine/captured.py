@@ -132,6 +132,7 @@ class CapturedStep:
         longest = max(map(len, statistics), default=0)
         self._places = torch.arange(longest, dtype=torch.int32, device=board.losses.device)
         self._backups = Moves([Move(tensor, tensor.clone(), {0: 0}) for tensor in statistics])
+        self._backups.gather_(self._places)
         self._backups.scatter_(torch.full_like(self._places, -1))  # nothing is written, but its kernel is built
         main, beside = (pool.handle for pool in pools)
         run = self._planned(subject.module, loss_fn, batch)
@@ -160,7 +161,8 @@ class CapturedStep:
                 return run()
 
         device = self._board.losses.device
-        self._backups.gather_(self._places)
+        # Of companions, too: not all are filled again before they run.
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         try:
             with torch.random.fork_rng(devices=[device]):
                 generator = torch.cuda.default_generators[device.index or 0]
@@ -171,7 +173,9 @@ class CapturedStep:
                 if not no_grad:
                     loss.backward()
         finally:
-            self._backups.scatter_(self._places)
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):  # to write to a constant would make it one that changes
+                    buffer.copy_(value)
         return fused if self.is_fused else run
 
     def _forward(self, run: Callable[[], Tensor]) -> None:

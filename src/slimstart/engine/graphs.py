@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
@@ -110,24 +111,36 @@ class Steps:
         return kind
 
     def _capture(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any) -> CapturedStep:
-        problem: Exception | None = None
+        problem = ""
         for fuse in (True, False) if self._fuse else (False,):
             try:
-                kind = CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
+                kind = self._in_what_is_free(loss_fn, leaves, tree, fuse)
             except Exception as error:  # whatever a user's function does that a graph cannot hold
-                torch.cuda.synchronize()
-                self._pools = Pool(self._device), Pool(self._device)  # the old ones may be spoilt
-                problem = error
+                self._renew_pools()
+                problem = f"{type(error).__name__}: {error}"
                 if isinstance(error, fusion.DivergedError):
                     break  # a forward that is another one every time: a graph would hold one of them for ever
                 if fuse:  # a second derivative, say
-                    logger.warning("steps are captured without fusion: %s: %s", type(error).__name__, error)
+                    logger.warning("steps are captured without fusion: %s", problem)
             else:
                 self.num_captures += 1
                 return kind
-        self._refuse(f"the step cannot be captured: {type(problem).__name__}: {problem}")
+        self._refuse(f"the step cannot be captured: {problem}")
         failed: CapturedStep = _FAILED
         return failed
+
+    def _in_what_is_free(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any, fuse: bool) -> CapturedStep:
+        """While a graph is captured, PyTorch gives back nothing that it has cached for eager steps."""
+        with suppress(torch.OutOfMemoryError):
+            return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
+        self._renew_pools()
+        torch.cuda.empty_cache()
+        return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
+
+    def _renew_pools(self) -> None:
+        """After a capture that broke off, which may have spoilt them."""
+        torch.cuda.synchronize()
+        self._pools = Pool(self._device), Pool(self._device)
 
     def _meet(self, key: tuple[Any, ...]) -> None:
         last = next(reversed(self._met), key)

@@ -11,10 +11,9 @@ that sits there, or -1 (`slimstart.kernels.Moves` moves tensors by it).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.kernels import Move, Moves
+from slimstart.subnet.page_locked import ALIGN
 
 
 class Row(Protocol):
@@ -91,6 +91,12 @@ class Route:
         for name in ("old", "new", "across", "back"):
             getattr(self, name).copy_(getattr(other, name))
 
+    @property
+    def nowhere(self) -> Route:
+        """By which nothing moves, of tensors that are cut: for kernels to be built before a graph is captured."""
+        none = torch.full_like(self.old, -1)
+        return Route(none, none, none, torch.zeros_like(none))
+
     def clone(self) -> Route:
         return Route(self.old.clone(), self.new.clone(), self.across.clone(), self.back.clone())
 
@@ -110,12 +116,14 @@ class Exchange:
 
     def __init__(self, tensors: Sequence[tuple[Tensor, Tensor, Tensor, Mapping[int, int]]]) -> None:
         self._tensors = tensors
+        # All tables are made here: to make one while a CUDA graph is captured is forbidden.
         self._with_new = Moves([Move(dense, new, starts) for dense, _, new, starts in tensors])
+        self._with_old = Moves([Move(dense, old, starts) for dense, old, _, starts in tensors])
         self._between = Moves([Move(new, old, starts) for _, old, new, starts in tensors])
 
-    @cached_property
-    def _with_old(self) -> Moves:
-        return Moves([Move(dense, old, starts) for dense, old, _, starts in self._tensors])
+    @property
+    def old(self) -> list[Tensor]:
+        return [old for _, old, _, _ in self._tensors]
 
     def enter(self, route: Route) -> None:
         """Fetch what only the new draw has."""
@@ -129,15 +137,66 @@ class Exchange:
         """Bring home what only the old draw has."""
         self._with_old.scatter_(route.old, but=route.across)
 
-    def swap(self) -> None:
-        """Exchange the contents of old and new tensors, which have the same shapes; then `leave_swapped`."""
+    def swap(self, scratch: Tensor) -> None:
+        """Exchange the contents of old and new tensors, which have the same shapes; then `leave_swapped`.
+
+        Args:
+            scratch: bytes, at least as many as the largest tensor has.
+        """
         for _, old, new, _ in self._tensors:
-            old, kept = old.detach(), old.detach().clone()
+            old, kept = old.detach(), within(scratch, 0, old)
+            kept.copy_(old)
             old.copy_(new)
             new.copy_(kept)
 
     def leave_swapped(self, route: Route) -> None:
         self._with_new.scatter_(route.old, but=route.across)
+
+
+class Turnover:
+    """The same without a second set of tensors: as many at a time as a scratch can hold a copy of.
+
+    Nothing of it can be done ahead or later.
+
+    Args:
+        tensors: (dense, narrow, starts) each.
+        scratch: bytes, at least as many as the largest tensor has.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[Tensor, Tensor, Mapping[int, int]]], scratch: Tensor) -> None:
+        self._parts: list[tuple[list[tuple[Tensor, Tensor]], Exchange]] = []
+        part: list[tuple[Tensor, Tensor, Tensor, Mapping[int, int]]] = []
+        end = 0
+        for dense, narrow, starts in tensors:
+            if end + num_bytes(narrow) > scratch.numel():
+                self._close(part)
+                part, end = [], 0
+            part.append((dense, within(scratch, end, narrow), narrow.detach(), starts))
+            end += num_bytes(narrow)
+        self._close(part)
+
+    def _close(self, part: list[tuple[Tensor, Tensor, Tensor, Mapping[int, int]]]) -> None:
+        if part:
+            self._parts.append(([(copy, narrow) for _, copy, narrow, _ in part], Exchange(part)))
+
+    def __call__(self, route: Route) -> None:
+        for tensors, exchange in self._parts:
+            for copy, narrow in tensors:
+                copy.copy_(narrow)
+            exchange.enter(route)
+            exchange.stay(route)
+            exchange.leave(route)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """What a tensor takes, aligned as the device likes it."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
+
+
+def within(scratch: Tensor, start: int, like: Tensor) -> Tensor:
+    """Room in a scratch (bytes) for a tensor like that one, which has no gaps."""
+    room = scratch[start : start + like.numel() * like.element_size()].view(like.dtype)
+    return room.as_strided(like.shape, like.stride(), room.storage_offset())
 
 
 class Tally:
@@ -182,7 +241,9 @@ class Beside:
     def __call__(self) -> Iterator[None]:
         """What is launched within runs behind all that the current stream has been given, and beside what comes.
 
-        Tensors that it uses must live until the next `join`: their memory belongs to the current stream.
+        Memory that is taken within is given to others only here, so whatever lies there can be forgotten at any time,
+        as long as the current stream has been given all that uses it. What was taken elsewhere must live until the next
+        `join`, or be kept.
         """
         if self._stream is None:
             yield
@@ -191,9 +252,11 @@ class Beside:
         with torch.cuda.stream(self._stream):
             yield
 
-    @property
-    def is_idle(self) -> bool:
-        return self._stream is None or self._stream.query()
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """These may be forgotten, too: their memory is given to nobody before what was launched has run."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def join(self) -> None:
         """Let the current stream wait."""

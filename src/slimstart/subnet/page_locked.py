@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ PORTABLE_AND_MAPPED = 3  # flags of cudaHostRegister
 
 
 class PageLocked:
-    """Keeps tensors of the host in page-locked memory, for as long as this object lives.
+    """Keeps tensors of the host in page-locked memory, for as long as this object and the tensors live.
 
     PyTorch's own `pin_memory` takes the next power of two, which is up to twice as much as there is; here tensors lie
     close together.
@@ -25,7 +26,7 @@ class PageLocked:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: list[Tensor] = []
+        self._buffers: list[_Buffer] = []
         weakref.finalize(self, _unlock, self._buffers)
 
     def take_(self, tensors: Iterable[Tensor]) -> None:
@@ -35,12 +36,36 @@ class PageLocked:
         loose = [tensor for tensor in tensors if tensor.numel() and not tensor.is_pinned()]
         if not loose:
             return
+        unused = [buffer for buffer in self._buffers if buffer.is_unused]  # of state that other state was loaded over
+        self._buffers[:] = [buffer for buffer in self._buffers if buffer not in unused]
+        _unlock(unused)
         buffer = pack_(loose)
         # Only now, with the old copies given back: locking takes all of the memory at once.
         with torch.cuda.device(self._device):
             status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE_AND_MAPPED)
         torch.cuda.check_error(int(status))
-        self._buffers.append(buffer)
+        self._buffers.append(_Buffer(buffer, [weakref.ref(tensor) for tensor in loose]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Buffer:
+    memory: Tensor
+    tensors: list[weakref.ref[Tensor]]
+
+    @property
+    def is_unused(self) -> bool:
+        return all(tensor() is None for tensor in self.tensors)
+
+
+_waiting: list[_Buffer] = []
+
+
+def _unlock(buffers: list[_Buffer]) -> None:
+    """Now, or later where a graph is being captured, which would break: garbage is collected at any time."""
+    _waiting.extend(buffers)
+    buffers.clear()
+    while _waiting and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.cudart().cudaHostUnregister(_waiting.pop().memory.data_ptr())
 
 
 @torch.no_grad()
@@ -55,9 +80,3 @@ def pack_(tensors: list[Tensor]) -> Tensor:
         strides = torch.empty_like(tensor, device="meta").stride()  # without gaps, the dimensions in their order
         tensor.data = room.as_strided(tensor.shape, strides, room.storage_offset()).copy_(tensor)
     return buffer
-
-
-def _unlock(buffers: list[Tensor]) -> None:
-    for buffer in buffers:
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-    buffers.clear()

@@ -63,7 +63,6 @@ class ResidentNetworks(Networks):
         self._locked.take_(tensor_names(model).values())
         self._ahead: list[_Way] = []  # to the next network, and to its reference
         self._known: Any = None  # what they were made for
-        self._behind: _Way | None = None  # of which entries may still be on their way home
         self._filled: Tensor | None = None  # the mask whose values the reference has, since the draw
         self._drawn: dict[str, Tensor] = {}  # buffers as they were at the draw, before any forward
         self._up = self._down = 0
@@ -75,19 +74,20 @@ class ResidentNetworks(Networks):
     # --- from draw to draw -------------------------------------------------------------------------------------------
 
     def prepare(self, masks: Tensor) -> None:
-        """Fetch what enters with the next draw, beside the steps that are still to come."""
+        """Fetch what enters with the next draw, beside the steps that are still to come.
+
+        All of it, in the memory that the last network has left: there are never more than two networks.
+        """
         self._forget()
-        if self._beside.is_idle:
-            self._behind = None
         states = self.link.pairs()
         self._locked.take_(dense for _, dense, _ in states)
         self._known = self._now()
-        self._ahead = [self._towards(masks[0], self.net, states)]
-        if len(masks) == 2:  # with more there is one place for all of them, which `references` fills
-            self._ahead.append(self._towards(masks[1], self.reference))
-            self._filled = None
-            self.reference.install(self._ahead[1].fresh, self._ahead[1].selection)
         with self._beside():
+            if len(masks) == 2:  # with more there is one place for all of them, which `references` fills
+                self._ahead = [self._towards(masks[1], self.reference)]
+                self._filled = None
+                self.reference.install(self._ahead[0].fresh, self._ahead[0].selection)
+            self._ahead.insert(0, self._towards(masks[0], self.net, states))
             for way in self._ahead:
                 way.exchange.enter(way.route)
         self._up += sum(way.up for way in self._ahead)
@@ -103,9 +103,10 @@ class ResidentNetworks(Networks):
         way, *others = self._ahead
         self.net.install(way.fresh, way.selection)
         self.link.point(self.net.parameters, way.selection, way.ready)
-        self._behind, self._ahead = way, []  # the last one has arrived: the current stream waits for that
+        self._ahead = []
         with self._beside():
             way.exchange.leave(way.route)
+            self._beside.keep(way.exchange.old)
         self._down += way.down
         self._filled = others[0].mask if others else None
         self.masks, self._places = masks.clone(), way.places
@@ -210,7 +211,6 @@ class ResidentNetworks(Networks):
     def _load(self, selection: Selection, ports: bool = True) -> None:
         self._forget()
         self._beside.finish()
-        self._behind = None
         super()._load(selection, ports)
         self._places = self._row.places(selection)
         self._remember()

@@ -8,8 +8,12 @@ their contents:
     move()           what stays is moved on the device; the two sets are swapped
     (crossing)       what leaves goes home, beside the steps of the next window
 
-`propose` and `move` hold no decision of the host's. Of a single reference, what enters is fetched ahead too; several
-have one place between them and are filled when they are needed.
+A device that is short of memory has little to spare for a second set, so it is a share (`AHEAD`) of what the network
+and the optimizer hold; the rest crosses the bus within `move`, where it lies, and through a scratch as large as the
+largest tensor.
+
+`propose` and `move` hold no decision of the host's. Of a single reference, what enters is fetched ahead too, into the
+reference itself, which has run by then; several have one place between them and are filled when they are needed.
 """
 
 from __future__ import annotations
@@ -24,11 +28,13 @@ from torch.optim import Optimizer
 
 from slimstart.graph import ChannelGraph
 from slimstart.subnet.compact import tensor_names
-from slimstart.subnet.crossing import Beside, Exchange, Route, Tally
+from slimstart.subnet.crossing import Beside, Exchange, Route, Tally, Turnover, num_bytes
 from slimstart.subnet.networks import Named, Traffic
 from slimstart.subnet.page_locked import PageLocked
 from slimstart.subnet.seating import Seats
 from slimstart.subnet.slotted import SlotNetworks
+
+AHEAD = 0.5  # of the bytes of weights, statistics and optimizer state that change with a draw
 
 
 class ResidentSlotNetworks(SlotNetworks):
@@ -37,6 +43,8 @@ class ResidentSlotNetworks(SlotNetworks):
     Args:
         device: for the narrow networks and their optimizer state.
     """
+
+    _occupied_type = torch.bool  # a quarter of the memory
 
     def __init__(
         self,
@@ -71,9 +79,11 @@ class ResidentSlotNetworks(SlotNetworks):
     def move(self) -> None:
         for exchange, route in zip(self._exchanges, self._routes, strict=True):
             exchange.stay(route)
-        self._exchanges[0].swap()
+        self._exchanges[0].swap(self._scratch)
+        self._turnover(self._routes[0])  # only now: the reference has taken what it needs
         self._left.copy_(self._routes[0])  # a new proposal may come before everything has arrived
-        self._crossed[1] += self._tallies[0](self._left.old, self._left.across)
+        self._crossed[0] += self._of_turnover(self._left.new, self._left.back)
+        self._crossed[1] += self._of_cut(self._left.old, self._left.across)
         self.masks.copy_(self.proposed_masks)
         self._seats.copy_(self.proposed)
         self._occupy.gather_(self._seats.places[0])
@@ -127,6 +137,8 @@ class ResidentSlotNetworks(SlotNetworks):
         yield
         with self._beside():
             self._exchanges[0].leave_swapped(self._left)
+        if len(self.masks) > 2:  # the next step fills its references, also with what is leaving
+            self._beside.join()
         self._fetched = False
 
     # --- what the host does ------------------------------------------------------------------------------------------
@@ -190,16 +202,24 @@ class ResidentSlotNetworks(SlotNetworks):
 
     # --- tables of what moves ----------------------------------------------------------------------------------------
 
+    def _build(self, kept: Tensor) -> None:
+        self._drop()
+        super()._build(kept)
+
+    @torch.no_grad()
     def _set_tables(self, trained: Named, in_reference: Sequence[str]) -> None:
         assert self._seating is not None
-        self._beside.join()  # the memory of what was there before is used again
-        self._fetched = False
+        self._drop()
         self._locked.take_(dense for _, dense, _ in trained)
         super()._set_tables(trained, in_reference)
         cut = [one for one in trained if one[0] in self.graph.tensors and not self._is_fixed]
-        seconds = [(*one, torch.empty_like(one[2], requires_grad=False)) for one in cut]
-        self._exchanges, self._tallies = [self._exchange(seconds)], [self._tally(cut)]
-        self._of_all = self._tally(trained)
+        ahead, rest = shared_out(cut)
+        seconds = [(*one, torch.empty_like(one[2], requires_grad=False)) for one in ahead]
+        largest = max((num_bytes(narrow) for _, _, narrow in cut), default=0)
+        self._scratch = torch.empty(largest, dtype=torch.uint8, device=self.device)
+        self._exchanges, self._tallies = [self._exchange(seconds)], [self._tally(ahead)]
+        self._turnover = Turnover([(dense, narrow, self._starts(name)) for name, dense, narrow in rest], self._scratch)
+        self._of_turnover, self._of_cut, self._of_all = self._tally(rest), self._tally(cut), self._tally(trained)
         buffers = {} if len(self.masks) < 3 else self.net.buffers
         self._drawn = {name: buffers[name].clone() for name in in_reference if name in buffers}
         if len(self.masks) > 1:
@@ -212,6 +232,16 @@ class ResidentSlotNetworks(SlotNetworks):
             self._tallies.append(self._of_reference)
         self._routes = [self._route_to(self.proposed, number).clone() for number in range(len(self._exchanges))]
         self._left = self._routes[0].clone()
+        self._exchanges[0].stay(self._left.nowhere)
+        self._turnover(self._left.nowhere)
+
+    def _drop(self) -> None:
+        """Give the memory of what is made anew back, before that is made."""
+        self._beside.finish()  # the host waits: somebody on another stream may get the memory
+        self._fetched = False
+        made = ("_moves", "_occupy", "_in_reference", "_exchanges", "_turnover", "_to_reference", "_scratch", "_drawn")
+        for name in made:
+            vars(self).pop(name, None)
 
     def _exchange(self, tensors: Sequence[tuple[str, Tensor, Tensor, Tensor]]) -> Exchange:
         return Exchange([(dense, old, new, self._starts(name)) for name, dense, old, new in tensors])
@@ -221,3 +251,15 @@ class ResidentSlotNetworks(SlotNetworks):
         axes = self.graph.tensors
         cuts = [{piece.dim: piece.axis for piece in axes.get(name, ())} for name, _, _ in tensors]
         return Tally(self._seating, [(dense, own) for (_, dense, _), own in zip(tensors, cuts, strict=True)])
+
+
+def shared_out(tensors: Named) -> tuple[Named, Named]:
+    """Those that are fetched ahead, which are a share of all by their size, and the rest."""
+    ahead: list[tuple[str, Tensor, Tensor]] = []
+    rest: list[tuple[str, Tensor, Tensor]] = []
+    left = AHEAD * sum(num_bytes(narrow) for _, _, narrow in tensors)
+    for one in tensors:
+        size = num_bytes(one[2])
+        (ahead if size <= left else rest).append(one)
+        left -= size if size <= left else 0
+    return ahead, rest
