@@ -369,7 +369,7 @@ def test_tensors_are_packed_with_their_strides() -> None:
     values, strides = [tensor.detach().clone() for tensor in tensors], [tensor.stride() for tensor in tensors]
     buffer = pack_(tensors)
     assert len(storages(tensors)) == 1
-    assert (buffer.data_ptr() % PAGE, buffer.numel()) == (0, PAGE)
+    assert (buffer.untyped_storage().data_ptr() % PAGE, buffer.numel()) == (0, PAGE)
     assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
     assert [tensor.stride() for tensor in tensors[:3]] == strides[:3]
     assert tensors[3].is_contiguous()
@@ -399,7 +399,7 @@ def test_memory_is_unlocked_when_nobody_needs_it_but_not_while_a_graph_is_captur
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().nbytes() > PAGE)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().data_ptr() % PAGE == 0)
     keeper, weights, state = PageLocked(torch.device("cuda")), torch.zeros(5), torch.zeros(6)
     keeper.take_([weights])
     keeper.take_([state])
@@ -614,3 +614,14 @@ def test_a_dense_model_never_comes_to_the_gpu(engine: str) -> None:
     assert torch.cuda.max_memory_allocated() - began < 1.5 * dense
     assert all(p.is_pinned() for p in model.parameters())
     assert sparse.traffic.up > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_reaches_packed_tensors() -> None:
+    tensors = [torch.randn(3, 5), torch.randn(70_000), nn.Parameter(torch.randn(4, 3, 2, 2))]
+    keeper = PageLocked(torch.device("cuda"))
+    keeper.take_(tensors)
+    assert all(tensor.is_pinned() for tensor in tensors)
+    before = [tensor.data_ptr() for tensor in tensors]
+    keeper.take_(tensors)
+    assert [tensor.data_ptr() for tensor in tensors] == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -72,9 +73,8 @@ def _unlock(buffers: list[_Buffer]) -> None:
 def pack_(tensors: list[Tensor]) -> Tensor:
     """Move tensors into pages of their own, one after the other, each with its strides; returns these, as bytes."""
     sizes = [-(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN for tensor in tensors]
-    length = -(-sum(sizes) // PAGE) * PAGE
-    buffer = torch.empty(length + PAGE, dtype=torch.uint8)
-    buffer = buffer[-buffer.data_ptr() % PAGE :][:length]
+    # Pages from their first byte on: whether a tensor `is_pinned`, PyTorch asks of the first byte of its storage.
+    buffer = torch.frombuffer(mmap.mmap(-1, -(-sum(sizes) // PAGE) * PAGE), dtype=torch.uint8)
     for tensor, start in zip(tensors, (sum(sizes[:i]) for i in range(len(sizes))), strict=True):
         room = buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
         strides = torch.empty_like(tensor, device="meta").stride()  # without gaps, the dimensions in their order
