@@ -83,7 +83,8 @@ class SparseTraining:
             after it the weights have been trained for this mask, and the two losses no longer compare. By default 1;
             for "equal_worth" such that the search is a tenth of `total_steps`, or 50 where these are not known.
         align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
-            with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1.
+            with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1. For
+            "equal_worth", which pads nothing: large groups have multiples of so many units; 8 by default.
         total_steps: of the search; if given, `structure_lr` falls to 0 over them along a cosine. For "equal_worth", of
             the whole training.
         seed: of the masks.

@@ -150,6 +150,17 @@ def test_large_widths_are_multiples_of_twice_as_much() -> None:
     assert aligned(widths, 1).tolist() == widths.tolist()
 
 
+def test_without_a_spread_every_draw_has_just_its_own_room() -> None:
+    graph = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
+    slots, generator = Slots(graph, 1, spread=None), torch.Generator().manual_seed(0)
+    for _ in range(6):
+        mask = graph.costs.at_least_one(torch.rand(graph.num_units, generator=generator) < 0.4)
+        assert slots.adjust(mask[None], mask.double(), look=False)
+        assert torch.equal(slots.room.units, torch.bincount(graph.costs.unit_group[mask]))
+        assert slots.flops == Flops(1.0).bind(graph.costs).cost(mask)
+        assert not slots.adjust(mask[None], mask.double(), look=True)
+
+
 def test_room_is_given_up_when_s_has_become_certain() -> None:
     graph = GRAPHS["filter"]
     slots = Slots(graph, 4)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from slimstart import Flops, SparseTraining, models, trace
+from slimstart.engine.watching import Watch
 from slimstart.graph.readers import readers
-from slimstart.structure import EqualWorth
 from slimstart.subnet import compact
 
 
@@ -54,30 +54,29 @@ def gates_by_autograd(sparse: SparseTraining, images: Tensor, labels: Tensor) ->
     return gradients
 
 
+class Notes:
+    """A policy that only takes notes."""
+
+    def __init__(self) -> None:
+        self.told: list[Tensor] = []
+
+    def to(self, device: torch.device) -> None:
+        pass
+
+    def watch_(self, gradients: Tensor) -> None:
+        self.told.append(gradients.clone())
+
+
 @pytest.mark.parametrize("align", [1, 4])
 @pytest.mark.parametrize("name", ["vgg16", "resnet20", "mobilenet_v1"])
 def test_gradients_of_units_are_those_of_gates(name: str, align: int) -> None:
-    sparse, told = start(name, align=align), []
-    assert isinstance(sparse.policy, EqualWorth)
-    sparse.policy.watch_ = told.append  # type: ignore[method-assign,assignment]
-    for number in range(2):
+    sparse, notes = start(name, policy="paper", coupling="stream", resample_every=1, align=align), Notes()
+    Watch(notes, sparse._networks, sparse.graph, sparse.model, sparse.optimizer)  # type: ignore[arg-type]
+    for number in range(3):  # of three random networks, with passengers where there is room to spare
         expected = gates_by_autograd(sparse, *batch(number))
         sparse.step(loss_fn, *batch(number))
-        assert torch.allclose(told[-1], expected, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(notes.told[-1], expected, rtol=1e-9, atol=1e-12)
         assert float(expected.abs().max()) > 1e-3
-        sparse.policy._log_widths += torch.randn(len(sparse.policy.widths)) / 2  # to another network, with passengers
-        sparse.policy._count += 1
-        sparse.resample()
-
-
-def test_networks_in_slots_learn_the_same_widths() -> None:
-    exact, slots = start(align=1), start(align=4)
-    slots.policy.align = exact.policy.align = 1  # type: ignore[attr-defined]
-    for number in range(12):
-        losses = [float(sparse.step(loss_fn, *batch(number))) for sparse in (exact, slots)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-        assert torch.equal(exact.mask, slots.mask)
-    assert int((exact.mask != start(align=1).mask).sum()) > 10  # it has moved
 
 
 def test_it_settles_by_itself_and_costs_no_second_forward() -> None:
@@ -166,9 +165,9 @@ def test_errors() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["vgg16", "resnet20"])
+@pytest.mark.parametrize("name", ["mobilenet_v1", "resnet20"])
 def test_captured_steps_tell_the_same(name: str) -> None:
-    eager, graphs = (start(name, "cuda", engine=engine, align=8) for engine in ("eager", "graphs"))
+    eager, graphs = (start(name, "cuda", engine=engine) for engine in ("eager", "graphs"))
     assert graphs.engine == "graphs"
     for number in range(60):
         losses = [float(sparse.step(loss_fn, *batch(number % 5, "cuda"))) for sparse in (eager, graphs)]
@@ -176,3 +175,4 @@ def test_captured_steps_tell_the_same(name: str) -> None:
         assert torch.equal(eager.mask, graphs.mask)
     assert graphs.settled
     assert graphs.reason is None
+    assert graphs.executed_flops == eager.executed_flops  # nothing is padded

@@ -15,7 +15,7 @@ from slimstart.engine.choice import choose
 from slimstart.engine.graphs import Steps
 from slimstart.engine.search import DeviceSearch, Search
 from slimstart.graph import ChannelGraph
-from slimstart.structure import DevicePolicy, Policy
+from slimstart.structure import DevicePolicy, Policy, WatchingPolicy
 from slimstart.subnet import Networks, ResidentNetworks, ResidentSlotNetworks, SlotNetworks
 
 ALIGN = 8  # of networks in static slots, where nobody has said otherwise
@@ -65,20 +65,22 @@ def assemble(
     place = device or next(model.parameters()).device
     with _as_if_on(place, optimizer) if device is not None else nullcontext():
         chosen, reason = choose(engine, optimizer, place)
-    if chosen == "graphs" and align == 1:
+    watching = isinstance(policy, WatchingPolicy)  # its draws are few, and as wide as they should be
+    if chosen == "graphs" and align == 1 and not watching:
         if engine == "graphs":
             raise ValueError("`engine` is 'graphs' and `align` 1: without room to spare, shapes change at every draw")
         chosen, reason = "eager", "`align` is 1, so shapes change at every draw"
-    align = align or (ALIGN if chosen == "graphs" else 1)
+    align = 1 if watching else align or (ALIGN if chosen == "graphs" else 1)
     steps: Steps | None = None
     networks: Networks
-    if align == 1:
+    if align == 1 and chosen == "eager":
         networks = (
             Networks(model, optimizer, graph) if device is None else ResidentNetworks(model, optimizer, graph, device)
         )
         search = Search(policy, networks)
     else:
-        spread = getattr(policy, "spread", 4.0)  # a policy of the user's need not know how far its draws go
+        # A policy of the user's need not know how far its draws go.
+        spread = None if watching else getattr(policy, "spread", 4.0)
         networks = slots = (
             SlotNetworks(model, optimizer, graph, align, spread)
             if device is None

@@ -92,7 +92,8 @@ def plan(entrant: Contender, recipe: Recipe, total_epochs: int, finetune_epochs:
     # Soft pruning is the one that prunes while it trains, if it is not to cut once like the others.
     soft = entrant.method == "soft" and entrant.changes.get("protocol", recipe.protocol) != "uniform"
     pruning_trained = entrant.method in PRUNERS and not soft
-    if not pruning_trained and entrant.method not in SEARCHING:
+    settles_early = entrant.method == "slimstart" and entrant.changes.get("policy", recipe.policy) != "paper"
+    if settles_early or (not pruning_trained and entrant.method not in SEARCHING):
         return {"epochs": total_epochs, "finetune_epochs": 0}
     if finetune_epochs is None:
         finetune_epochs = total_epochs // 2 if pruning_trained else round(FINETUNE_SHARE * total_epochs)

@@ -52,7 +52,7 @@ class ResidentSlotNetworks(SlotNetworks):
         optimizer: Optimizer,
         graph: ChannelGraph,
         align: int,
-        spread: float,
+        spread: float | None,
         device: torch.device,
     ) -> None:
         super().__init__(model, optimizer, graph, align, spread, device)

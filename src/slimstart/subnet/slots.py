@@ -47,10 +47,11 @@ class Slots:
     Args:
         graph: of the network.
         align: room is `aligned` to this, or the whole group.
-        spread: standard deviations above the mean that draws hardly ever reach.
+        spread: standard deviations above the mean that draws hardly ever reach; None where draws are so few that room
+            is made anew for each of them.
     """
 
-    def __init__(self, graph: ChannelGraph, align: int, spread: float = 4.0) -> None:
+    def __init__(self, graph: ChannelGraph, align: int, spread: float | None = 4.0) -> None:
         table = graph.costs
         self._graph, self.align, self._spread = graph, align, spread
         self._group, self._events = table.unit_group.cpu(), table.events.cpu()
@@ -66,6 +67,7 @@ class Slots:
             keep_probs: s, or None where the structure is fixed and no other mask will come.
             look: whether to find out if less room would do; it need not be at every draw.
         """
+        keep_probs = None if self._spread is None else keep_probs
         needed, happens = self._needed(kept)
         too_small = needed > self.room.units
         missing = happens & ~self.room.streams
@@ -103,7 +105,7 @@ class Slots:
 
     def _fresh(self, needed: Tensor, happens: Tensor, s: Tensor | None) -> Room:
         want, possible = needed, happens
-        if s is not None:
+        if s is not None and self._spread is not None:
             s = s.cpu().double()
             zeros = torch.zeros(self.size.numel(), dtype=torch.float64)
             mean = zeros.index_add(0, self._group, s)

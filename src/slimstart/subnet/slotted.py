@@ -52,7 +52,7 @@ class SlotNetworks(Networks):
         optimizer: Optimizer,
         graph: ChannelGraph,
         align: int,
-        spread: float = 4.0,
+        spread: float | None = 4.0,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(model, optimizer, graph, device)
