@@ -45,20 +45,10 @@ from slimstart.errors import TraceError
 from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
-from slimstart.structure import (
-    BernoulliUnits,
-    Budget,
-    EqualWorth,
-    Estimator,
-    Policy,
-    WatchingPolicy,
-    get_estimator,
-)
-from slimstart.structure.equal_worth import ROUNDS
+from slimstart.structure import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
+from slimstart.structure.naming import COUPLING, default_window
 from slimstart.subnet import Executed, Traffic, recalibrate, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
-
-POLICIES = ("paper", "equal_worth")
 
 
 class SparseTraining:
@@ -138,8 +128,8 @@ class SparseTraining:
     ) -> None:
         if policy not in POLICIES and not callable(policy):
             raise ValueError(f"`policy` is {policy!r}; it must be one of {', '.join(POLICIES)}, or callable")
-        if resample_every is None:
-            resample_every = 1 if policy != "equal_worth" else _window(total_steps)
+        name = "paper" if callable(policy) else policy
+        resample_every = default_window(name, total_steps) if resample_every is None else resample_every
         if resample_every < 1:
             raise ValueError(f"`resample_every` is {resample_every}; it must be at least 1")
         if align is not None and align < 1:
@@ -150,30 +140,27 @@ class SparseTraining:
             raise ValueError("`engine` is 'graphs', which cannot hold what `wrap` returns; leave one of them out")
         self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device)
         examples = example_inputs if self._place is None else memory.on_host(example_inputs)
-        coupling = coupling or ("stream" if policy == "equal_worth" else "filter")
-        self.graph: ChannelGraph = trace_verified(model, examples, coupling, keep)
+        self.graph: ChannelGraph = trace_verified(model, examples, coupling or COUPLING[name], keep)
         if self.graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
         self.policy: Policy
         if callable(policy):
             self.policy = policy(self.graph.costs)
-        elif policy == "equal_worth":
-            assert budget is not None
-            self.policy = EqualWorth(self.graph.costs, budget, **({} if align is None else {"align": align}))
         else:
             assert budget is not None
-            updates = None if total_steps is None else max(1, math.ceil(total_steps / resample_every))
-            estimator = get_estimator(estimator)
-            self.policy = BernoulliUnits(
+            self.policy = make_policy(
+                name,
                 self.graph.costs,
                 budget,
-                estimator,
+                estimator=estimator,
                 alpha=alpha,
                 lr=structure_lr,
-                total_steps=updates,
+                total_steps=total_steps,
+                resample_every=resample_every,
                 seed=seed,
-                sampling=sampling or ("capped" if estimator.centred else "bernoulli"),
+                sampling=sampling,
+                align=align,
             )
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
         self.num_steps = 0
@@ -575,8 +562,3 @@ class SparseTraining:
     def _average_statistics(self, net: nn.Module) -> None:
         """Those that each rank has measured on its own batches."""
         self.ranks.average([torch.zeros(())], 1, running_statistics(net, training=False))
-
-
-def _window(total_steps: int | None) -> int:
-    """Steps between two draws of "equal_worth": all of them a tenth of the training, but enough to see something."""
-    return 50 if total_steps is None else max(4, total_steps // (10 * ROUNDS))

@@ -33,7 +33,7 @@ from slimstart.recipes.runs import Run
 from slimstart.recipes.surroundings import Place
 from slimstart.recipes.watching import Watcher
 from slimstart.records import Record
-from slimstart.training import POLICIES
+from slimstart.structure import POLICIES
 
 SEARCHING = ("slimstart", "grow-efficient")
 FINETUNE_SHARE = 40 / 340

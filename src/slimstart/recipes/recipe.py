@@ -161,8 +161,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     from slimstart.baselines import PROTOCOLS, RELAXATIONS
     from slimstart.graph import COUPLINGS
     from slimstart.recipes.schedules import parse_schedule
-    from slimstart.structure import ESTIMATORS, SAMPLINGS
-    from slimstart.training import POLICIES
+    from slimstart.structure import ESTIMATORS, POLICIES, SAMPLINGS
 
     choices: dict[str, tuple[str, ...]] = {
         "data": data.NAMES,

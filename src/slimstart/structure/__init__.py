@@ -5,8 +5,9 @@ a mask or s costs (`budgets`, with the closed form in `expectation` and `droppin
 (`projection`, and for GPUs `multisection`), masks within it (`cutting`), draws with a cap on their widths (`capping`),
 what a training asks of all this (`policies`) and the object that puts it together (`bernoulli`). In place of single
 units, widths: by what units are worth (`equal_worth`), or by the losses of pairs (`widths`), both filling the budget
-(`fitting`). For studies: how far losses and gradients of sampled masks lie apart (`dispersion`). Not here: layers,
-tensors with names, training steps; costs come in as a plain `slimstart.costs.CostTable`.
+(`fitting`). `naming` makes a policy by its name. For studies: how far losses and gradients of sampled masks lie apart
+(`dispersion`). Not here: layers, tensors with names, training steps; costs come in as a plain
+`slimstart.costs.CostTable`.
 
 Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in half a dozen lines.
 """
@@ -16,6 +17,7 @@ from slimstart.structure.budgets import BoundBudget, Budget, Channels, Flops, Pa
 from slimstart.structure.cutting import cut
 from slimstart.structure.equal_worth import EqualWorth
 from slimstart.structure.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
+from slimstart.structure.naming import POLICIES, make_policy
 from slimstart.structure.policies import DevicePolicy, Policy, WatchingPolicy
 from slimstart.structure.probabilities import sample, score
 from slimstart.structure.projection import project, uniform_start
@@ -23,6 +25,7 @@ from slimstart.structure.widths import NestedWidths
 
 __all__ = [
     "ESTIMATORS",
+    "POLICIES",
     "SAMPLINGS",
     "BernoulliUnits",
     "BoundBudget",
@@ -39,6 +42,7 @@ __all__ = [
     "cut",
     "get_estimator",
     "leave_one_out_of",
+    "make_policy",
     "project",
     "sample",
     "score",
