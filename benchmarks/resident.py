@@ -28,7 +28,7 @@ import slimstart
 from slimstart import models
 from slimstart.engine.assembly import ALIGN
 from slimstart.structure import BernoulliUnits
-from slimstart.subnet.crossing import num_bytes
+from slimstart.subnet.page_locked import num_bytes
 from slimstart.subnet.resident_slots import shared_out
 from slimstart.subnet.seating import Seating
 from slimstart.subnet.slots import Slots

@@ -403,3 +403,31 @@ def test_graphs_need_room_to_spare(device: str) -> None:
     sparse = small(device, engine="auto", align=1)
     assert sparse.engine == "eager"
     assert "`align` is 1" in str(sparse.reason)
+
+
+def test_widths_by_worth_are_those_of_eager_steps(device: str) -> None:
+    data = batches(device, 20)
+    graphs = both(device, data, policy="equal_worth", resample_every=1)
+    eager = small(device, engine="eager", policy="equal_worth", resample_every=1)
+    for batch in data:
+        eager.step(loss_fn, *batch)
+    assert graphs.settled
+    assert torch.equal(graphs.mask, eager.mask)
+    assert graphs.executed_flops == eager.executed_flops  # nothing is padded
+    assert graphs.reason is None
+    assert not torch.equal(eager.mask, small(device, policy="equal_worth").mask)
+
+
+def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw(device: str) -> None:
+    sparse, data = small(device, "adam", resample_every=4, align=4), batches(device, 10)
+    frozen = sparse.model.get_parameter("stage2.1.conv1.weight").requires_grad_(False)
+    for number, batch in enumerate(data):
+        if number == 6:
+            frozen.requires_grad_(True)
+        sparse.step(loss_fn, *batch)
+    networks: Any = sparse._networks
+    weight = networks.net.parameters["stage2.1.conv1.weight"]
+    passengers = networks.occupied["stage2.1.conv1.weight"] == 0
+    assert bool(passengers.any())
+    for tensor in (weight.detach(), *(sparse.optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq"))):
+        assert not bool(tensor[passengers].any())

@@ -63,7 +63,8 @@ class SparseTraining:
         optimizer: over the model's parameters.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
         budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
-        coupling: "filter" (the paper) or "stream"; see `slimstart.trace`. By default what the policy needs.
+        coupling: "filter" (the paper) or "stream"; see `slimstart.trace`. "stream" for
+            "equal_worth", which needs it; for others "filter" by default.
         estimator: of the gradient of s: "vr_pge" (the paper), "pge", "vr_pge_symmetric", "leave_one_out".
         alpha: exponent of the preconditioner H; the paper: 1/2.
         sampling: "bernoulli" (the paper), or "capped": a group of units that comes out much larger than expected is
@@ -171,12 +172,13 @@ class SparseTraining:
         self._backward = Backward(optimizer, max_grad_norm, scaler)
         self._wrapping = Wrapping(wrap)
         engine = engine if wrap is None else "eager"
+        self._watch: Watch | None = None
+        if isinstance(self.policy, WatchingPolicy):
+            self._watch = Watch(self.policy, self.graph, model, optimizer)
         parts = assemble(model, optimizer, self.graph, self.policy, self._backward, engine, align, self._place)
         self.engine, self._networks, self._search, self._steps = parts.engine, parts.networks, parts.search, parts.steps
         self._parts = parts
-        self._watch: Watch | None = None
-        if isinstance(self.policy, WatchingPolicy):
-            self._watch = Watch(self.policy, self._networks, self.graph, model, optimizer)
+        self._watch_on(True)
         keep_dense(
             model,
             optimizer,
@@ -332,7 +334,7 @@ class SparseTraining:
 
     def _watch_on(self, active: bool) -> None:
         if self._watch is not None:
-            self._watch.active = active
+            self._watch.start(self._networks) if active else self._watch.stop()
             self._networks.version += 1  # captured steps do as before: they are captured anew
 
     def sync(self) -> None:

@@ -85,6 +85,13 @@ def test_cells_by_hand() -> None:
     assert l1["saving, formula"] == "8.50×"  # of which the paper says nothing
 
 
+def test_a_policy_of_ours_is_not_held_against_the_papers_row() -> None:
+    own = run("slimstart", 91.0, 0.087, config={"policy": "equal_worth"})
+    (found,) = table([own]).values()
+    assert "paper, %" not in found  # nor does any other column have it
+    assert found["FLOPs, %"] == "8.70"
+
+
 def test_where_we_fall_short_a_sentence_says_so() -> None:
     text = shown([run("slimstart", 91.5, 0.087), run("narrow", 92.0, 0.09)])
     assert (

@@ -11,51 +11,118 @@ in a CUDA graph that holds the optimizer's step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from slimstart.graph import ChannelGraph
-from slimstart.graph.readers import readers
+from slimstart.graph.readers import Reader, readers
 from slimstart.structure import WatchingPolicy
 from slimstart.subnet import Networks
+from slimstart.subnet.compact import tensor_places
 
 
 class Watch:
-    """The gradients of all units, told to a policy.
+    """What a policy is told of a network, between `start` and `stop`.
+
+    It is made before the optimizer is given narrow parameters. The policy is asked at once to hold the groups of which
+    it will not be told enough.
 
     Args:
         policy: that wants to know.
-        networks: of which the one that is trained is watched.
-        model: the dense one, of which the graph is.
+        graph: of the model, with coupling "stream".
+        model: the dense one.
+        optimizer: over its parameters.
 
-    Attributes:
-        active: whether the policy is told.
+    Raises:
+        ValueError: the coupling is another one.
     """
 
-    def __init__(
-        self, policy: WatchingPolicy, networks: Networks, graph: ChannelGraph, model: nn.Module, optimizer: Optimizer
-    ) -> None:
-        self._policy, self._networks, self._num_units = policy, networks, graph.num_units
-        self._readers = readers(graph, model)
-        self.active = True
-        policy.to(networks.device)
-        optimizer.register_step_pre_hook(self._before_step)
+    def __init__(self, policy: WatchingPolicy, graph: ChannelGraph, model: nn.Module, optimizer: Optimizer) -> None:
+        if graph.coupling != "stream":
+            raise ValueError(
+                f"`coupling` is {graph.coupling!r}; a policy that learns from gradients needs 'stream', where every "
+                "channel has one unit"
+            )
+        self._policy, self._optimizer, self._num_units = policy, optimizer, graph.num_units
+        named = dict(model.named_parameters())
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        found = readers(graph, model)
+        self._readers = [reader for reader in found if id(named[reader.weight]) in trained]
+        self._hook: RemovableHandle | None = None
+        policy.hold(unknown(graph, model, found, self._readers))
+
+    def start(self, networks: Networks) -> None:
+        """Tell of the network that is trained, from now on."""
+        self.stop()
+        self._networks = networks
+        self._policy.to(networks.device)
+        self._hook = self._optimizer.register_step_pre_hook(self._before_step)
+
+    def stop(self) -> None:
+        """Tell no more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.active:
-            return
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args[1:] or kwargs.get("closure") is not None:
+            raise ValueError(
+                "`optimizer.step` got a closure, which makes the gradients only then; this policy learns from them "
+                "before the step: compute the loss and its backward first, or let `SparseTraining.step` do it"
+            )
+        parameters = self._networks.net.parameters
+        if not all(parameters[reader.weight].requires_grad for reader in self._readers):
+            return  # something has been frozen since: half of the truth would be none
         columns, units = [], []
         for reader in self._readers:
-            weight = self._networks.net.parameters[reader.weight]
-            if weight.grad is not None:  # none where it is frozen
+            weight = parameters[reader.weight]
+            if weight.grad is not None:  # none where it took no part in this step
                 others = [dim for dim in range(weight.dim()) if dim != reader.dim]
-                columns.append((weight * weight.grad).sum(others).double())
+                kind = torch.promote_types(weight.dtype, torch.float32)
+                columns.append((weight * weight.grad).sum(others, dtype=kind).double())
                 units.append(self._networks.units_along(reader.axis))
         if columns:
             gradients = torch.zeros(self._num_units + 1, dtype=torch.float64, device=columns[0].device)
             gradients.index_add_(0, torch.cat(units), torch.cat(columns))
-            self._policy.watch_(gradients[:-1])  # the last is of what always stays
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it out by itself, later
+            self._policy.watch_(gradients[:-1] if scale is None else gradients[:-1] / scale)  # the last always stays
+
+
+def unknown(graph: ChannelGraph, model: nn.Module, found: list[Reader], watched: list[Reader]) -> Tensor:
+    """(U,) bool: units that something reads, or may read, which is not watched; and those that nothing reads.
+
+    Args:
+        found: all weights that are known to read.
+        watched: those of them whose gradients will be seen.
+    """
+    mark = torch.ones(graph.num_units + 1, dtype=torch.bool)  # the last stands for what always stays
+    for reader in found:
+        mark[reader.units] = False
+    for reader in found:
+        if reader not in watched:
+            mark[reader.units] = True
+    for name in _perhaps_reading(graph, model, {reader.weight for reader in found}):
+        for piece in graph.tensors[name]:
+            mark[graph.units_along(piece.axis)] = True
+    return mark[:-1]
+
+
+def _perhaps_reading(graph: ChannelGraph, model: nn.Module, known: set[str]) -> Iterator[str]:
+    """Matrices with channels of which it is not known what they do, or that also do something else."""
+    places, modules = tensor_places(model), dict(model.named_modules(remove_duplicate=False))
+    layers = (nn.Linear, nn.modules.conv._ConvNd)
+    for name, parameter in model.named_parameters():
+        owners = [modules[path] for path, _ in places[name]]
+        if name not in graph.tensors or parameter.dim() < 2 or all(isinstance(o, nn.Embedding) for o in owners):
+            continue
+        if name in known and all(isinstance(owner, layers) for owner in owners):
+            continue
+        if name not in known and all(isinstance(owner, nn.modules.conv._ConvNd) for owner in owners):
+            continue  # within channels: it goes with the unit
+        yield name

@@ -33,7 +33,6 @@ from slimstart.recipes.runs import Run
 from slimstart.recipes.surroundings import Place
 from slimstart.recipes.watching import Watcher
 from slimstart.records import Record
-from slimstart.structure import POLICIES
 
 SEARCHING = ("slimstart", "grow-efficient")
 FINETUNE_SHARE = 40 / 340
@@ -53,16 +52,17 @@ class Contender:
         return self.method if self.variant is None else f"{self.method}:{self.variant}"
 
     @property
-    def changes(self) -> dict[str, str]:
+    def changes(self) -> dict[str, str | None]:
         """The fields of a recipe that it stands for."""
         if self.variant is None:
             return {"method": self.method}
-        if self.variant in POLICIES:
-            return {"method": self.method, "policy": self.variant}
-        own = (
-            {"estimator": self.variant, "policy": "paper"} if self.method == "slimstart" else {"protocol": self.variant}
-        )
-        return {"method": self.method, **own}
+        if self.method != "slimstart":
+            return {"method": self.method, "protocol": self.variant}
+        if self.variant == "equal_worth":  # what a recipe says for the paper's policy is nothing to it
+            others = {"coupling": None, "resample_every": None, "estimator": "vr_pge"}
+            return {"method": self.method, "policy": self.variant, **others}
+        own = {} if self.variant == "paper" else {"estimator": self.variant}
+        return {"method": self.method, "policy": "paper", **own}
 
 
 def contender(text: str) -> Contender:

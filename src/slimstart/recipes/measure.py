@@ -69,6 +69,8 @@ def step_times(
         held_long = draws and every > 1  # then draws are made by hand, so that a held step makes none
         endless = merged(recipe, {"resample_every": 1 if draws and not held_long else 10**9})
         search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000, engine=engine)
+        if not draws:
+            search.sparse.settle([batch], search.loss_fn)
         steps["slimstart"] = _search_step(search, batch, draw=held_long)
         if held_long:
             steps["held"] = _search_step(search, batch, draw=False)

@@ -176,6 +176,10 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(known)}"
     if recipe.coupling not in (None, *COUPLINGS):
         yield f"`coupling` is {recipe.coupling!r}; it must be one of {', '.join(COUPLINGS)}"
+    if recipe.policy == "equal_worth" and recipe.coupling == "filter":
+        yield "`coupling` is 'filter', but the policy equal_worth needs stream; leave it out"
+    if recipe.policy == "equal_worth" and recipe.estimator in RELAXATIONS:
+        yield f"`estimator` is {recipe.estimator!r}, which takes the place of a policy; leave `policy` at paper"
     if recipe.sampling not in (None, *SAMPLINGS):
         yield f"`sampling` is {recipe.sampling!r}; it must be one of {', '.join(SAMPLINGS)}"
     for name in ("schedule", "finetune_schedule"):

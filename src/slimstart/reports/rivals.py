@@ -73,7 +73,7 @@ def _paper_of(row: Row, published: Iterable[Published]) -> Published | None:
     first, config = row.first, row.first.config
     if config.get("width", 1) != 1 or config.get("validation", 0):  # another network, or other images to test on
         return None
-    if first.method == "slimstart" and not _is_of(row, ESTIMATORS):
+    if first.method == "slimstart" and not (_is_of(row, ESTIMATORS) and config.get("policy", "paper") == "paper"):
         return None
     own = [one for one in published if (one.model, one.data, one.method) == (first.model, first.data, first.method)]
     protocol = config.get("protocol", "original")

@@ -1,8 +1,9 @@
 r"""EqualWorth: as many units in every group as make one of them worth its cost, everywhere alike.
 
 Think of a gate :math:`a_u = 1` that multiplies all that other layers read of unit u. Without the unit the loss would be
-higher by about half of the curvature along its gate, and the curvature of a log-likelihood is the mean square of its
-gradient. So what a unit is worth comes with the backward of every ordinary step, at no cost:
+higher by about half of the curvature along its gate, and the curvature of a log-likelihood is the mean square of the
+gradients of single examples. That of a batch is less by a factor, which is the same for all units but for what the mean
+gradient adds; and only ratios count. So what a unit is worth comes with the backward of every ordinary step:
 
 .. math:: v_u = \mathbb{E}\left[ (\partial L / \partial a_u)^2 \right].
 
@@ -13,7 +14,7 @@ more there are, so it suffices to follow
 .. math:: \log w_g \leftarrow \mathrm{fit}\left( \log w_g + \eta \log (\bar v_g / c_g) \right)
 
 from equal shares of all groups, where `fit` moves all log-widths by one number such that the network fills the budget.
-Where a group shrinks, the units that are worth least go; where it grows, units come that were never trained. The rate
+Where a group shrinks, the units that are worth least go; where it grows, units come that rested so far. The rate
 :math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself.
 
 No second network is run, no mask is random, and at every step the network is exactly as large as the budget allows.
@@ -64,7 +65,8 @@ class EqualWorth:
         self._fit = Fit(self.budget, table)
         self._group, self._sizes = self._fit.group, self._fit.sizes
         self._log_widths = self._fit(self._sizes.double().log()[None])[0]
-        self.num_rounds = 0
+        self.num_rounds, self._begun = 0, False
+        self._held = torch.zeros(len(self._sizes), dtype=torch.bool)
         self._sums = torch.zeros(table.num_units, dtype=torch.float64)  # of squares, since the last draw
         self._count = torch.zeros((), dtype=torch.float64)
         self._mask = self._wide(-torch.arange(table.num_units).double())
@@ -87,6 +89,9 @@ class EqualWorth:
     def expected_cost(self) -> float:
         return self.budget.cost(self._mask) / self.budget.dense
 
+    def hold(self, units: Tensor) -> None:
+        self._held = self._totals(units.double()) > 0
+
     def to(self, device: torch.device | str) -> None:
         self._sums, self._count = self._sums.to(device), self._count.to(device)
 
@@ -98,13 +103,15 @@ class EqualWorth:
         self._count.add_(ok)
 
     def draw(self) -> Tensor:
-        if float(self._count) and not self.is_done:
-            worth = (self._sums / self._count).cpu()
-            self._learn(worth)
-            self._mask = self._wide(torch.where(self._mask, worth, -1 - torch.arange(len(worth))))
+        if self._begun and not self.is_done:
+            if float(self._count):
+                worth = (self._sums / self._count).cpu()
+                self._learn(worth)
+                self._mask = self._wide(torch.where(self._mask, worth, -1 - torch.arange(len(worth))))
             self.num_rounds += 1
             self._sums.zero_()
             self._count.zero_()
+        self._begun = True
         return self._mask[None].clone()
 
     def _learn(self, worth: Tensor) -> None:
@@ -112,12 +119,15 @@ class EqualWorth:
         present, each = self._mask.double(), self._mean_cost()
         widths = self._totals(present)
         mean = self._totals(worth * present) / widths
-        known = mean > 0  # a group of which nobody is known to read anything stays as wide as it is
+        known = (mean > 0) & ~self._held
+        if not bool(known.any()):
+            return
         drive = torch.where(known, (mean / each).log(), 0.0)
-        spent = torch.where(known, each * widths, 0.0)
-        drive = torch.where(known, drive - (drive * spent).sum() / spent.sum().clamp(min=1e-300), 0.0)
+        # To the middle of what is spent, whatever a few groups that are worth nothing would like.
+        drive = torch.where(known, drive - _median(drive[known], (each * widths)[known]), 0.0)
         rate = self.rate * (1 - self.num_rounds / self.rounds)
-        self._log_widths = self._fit((self._log_widths + (rate * drive).clamp(-MOST, MOST))[None])[0]
+        wanted = self._log_widths + (rate * drive).clamp(-MOST, MOST)
+        self._log_widths = self._fit(wanted[None], held=~known)[0]
 
     def _mean_cost(self) -> Tensor:
         """(G,): what a unit of each group costs, one more where there is one more to be had."""
@@ -139,13 +149,10 @@ class EqualWorth:
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order)) - (torch.cumsum(self._sizes, 0) - self._sizes)[self._group[order]]
 
-        def mask(widths: Tensor) -> Tensor:
-            return rank < widths[self._group]
-
         def fits(widths: Tensor) -> bool:
-            return self.budget.cost(mask(widths)) <= self.budget.limit
+            return self.budget.cost(self._fit.masks(widths, rank)) <= self.budget.limit
 
-        return mask(whole(self._log_widths.exp(), self._sizes, self.align, fits))
+        return self._fit.masks(whole(self._log_widths.exp(), self._sizes, self.align, fits), rank)
 
     def update(self, losses: Tensor) -> None:
         """Losses say nothing here: one network is not compared with another."""
@@ -164,15 +171,26 @@ class EqualWorth:
             "sums": self._sums.to("cpu", copy=True),
             "count": float(self._count),
             "num_rounds": self.num_rounds,
+            "begun": self._begun,
+            "limit": self.budget.limit,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if missing := sorted({"log_widths", "mask", "sums", "count", "num_rounds"} - state.keys()):
+        if missing := sorted(self.state_dict().keys() - state.keys()):
             raise CheckpointError(f"`state` lacks {', '.join(missing)}; it is not an `EqualWorth` state")
         if state["mask"].shape != self._mask.shape:
             raise CheckpointError(f"`state` has {state['mask'].numel()} units and this network {self._mask.numel()}")
+        if state["limit"] != self.budget.limit:
+            raise CheckpointError(f"`state` has a budget of {state['limit']:g}, and this policy {self.budget.limit:g}")
         self._log_widths, self._mask = state["log_widths"].clone(), state["mask"].clone()
-        self.num_rounds = int(state["num_rounds"])
+        self.num_rounds, self._begun = int(state["num_rounds"]), bool(state["begun"])
         # In place: a captured graph goes on with these tensors.
         self._sums.copy_(state["sums"])
         self._count.fill_(state["count"])
+
+
+def _median(values: Tensor, weights: Tensor) -> Tensor:
+    """The value in the middle, by weight."""
+    order = torch.argsort(values)
+    below = torch.cumsum(weights[order], 0)
+    return values[order[int((below < below[-1] / 2).sum())]]

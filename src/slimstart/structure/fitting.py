@@ -26,21 +26,32 @@ class Fit(Tables):
         self._reach = 2 * math.log(max(2, int(self.sizes.max()))) + 1  # from one unit each to all of them
         self._points = torch.linspace(0, 1, self.POINTS, dtype=torch.float64)
 
-    def masks(self, widths: Tensor) -> Tensor:
-        """(..., U): the first units of every group, for widths (..., G); at least one."""
-        return self._rank < widths.round().clamp(min=1)[..., self.group]
+    def masks(self, widths: Tensor, rank: Tensor | None = None) -> Tensor:
+        """(..., U): the first units of every group, for widths (..., G); at least one.
 
-    def __call__(self, log_widths: Tensor) -> Tensor:
-        """(n, G) -> (n, G): the same log-widths, moved by one number each, so that their networks fill the budget."""
+        Args:
+            rank: (U,), the place of each unit within its group; by default their order.
+        """
+        rank = self._rank if rank is None else rank
+        return rank < widths.round().clamp(min=1)[..., self.group]
+
+    def __call__(self, log_widths: Tensor, held: Tensor | None = None) -> Tensor:
+        """(n, G) -> (n, G): the same log-widths, moved by one number each, so that their networks fill the budget.
+
+        Args:
+            held: (G,) bool, groups that are not moved; they must fit with the others at one unit.
+        """
+        moved = 1.0 if held is None else (~held).double()
         low = torch.full_like(log_widths[:, :1], -self._reach)
         span = 2 * self._reach
         for _ in range(self.ROUNDS):  # the first point fits, as it did before: widths of at most one unit do
             tried = low + span * self._points
-            costs = self._budget.expected(self.masks(self._within(log_widths[:, None] + tried[..., None]).exp()))
+            widths = self._within(log_widths[:, None] + tried[..., None] * moved).exp()
+            costs = self._budget.expected(self.masks(widths))
             fits = (costs <= self._limit).long()
             last = fits[:, 1:].cumprod(1).sum(1, keepdim=True)
             low, span = tried.gather(1, last), span / (self.POINTS - 1)
-        return self._within(log_widths + low)
+        return self._within(log_widths + low * moved)
 
     def _within(self, log_widths: Tensor) -> Tensor:
         return torch.minimum(log_widths.clamp(min=0), self.sizes.double().log())
@@ -56,6 +67,8 @@ def steps(sizes: Tensor, align: int) -> Tensor:
 
 def whole(wanted: Tensor, sizes: Tensor, align: int, fits: Callable[[Tensor], bool]) -> Tensor:
     """Widths near those that are wanted: whole numbers of `steps`, within the budget, and filling it.
+
+    No group gets more than a step beyond what is wanted.
 
     Args:
         wanted: (G,) float64.
@@ -75,6 +88,7 @@ def whole(wanted: Tensor, sizes: Tensor, align: int, fits: Callable[[Tensor], bo
         grows = False
         for group in torch.argsort(widths / wanted, stable=True).tolist():
             wider = torch.minimum(widths + step * (torch.arange(len(step)) == group), sizes)
-            if int(wider[group]) > int(widths[group]) and fits(wider):
+            more = int(wider[group])
+            if int(widths[group]) < more <= float(wanted[group]) + int(step[group]) and fits(wider):
                 widths, grows = wider, True
     return widths

@@ -50,5 +50,7 @@ def default_window(name: str, total_steps: int | None) -> int:
     """Steps between two draws where nobody has said how many."""
     if name == "paper":
         return 1
-    # Enough of them to see something.
-    return 50 if total_steps is None else max(4, round(SEARCH * total_steps / ROUNDS))
+    if total_steps is None:
+        return 50
+    # Enough of them to see something, but not more than half of the training in all.
+    return max(1, min(max(4, round(SEARCH * total_steps / ROUNDS)), total_steps // (2 * ROUNDS)))

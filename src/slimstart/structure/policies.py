@@ -87,6 +87,9 @@ class WatchingPolicy(Policy, Protocol):
     def is_done(self) -> bool:
         """Whether the last draw has settled the structure."""
 
+    def hold(self, units: Tensor) -> None:
+        """Of these units (U,) bool too little will be known: their groups stay as they are; before the first draw."""
+
     def to(self, device: torch.device | str) -> None:
         """Move what `watch_` changes there."""
 

@@ -27,7 +27,7 @@ from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.structure.adam import Adam, AdamState
 from slimstart.structure.budgets import BoundBudget, Budget
-from slimstart.structure.fitting import Fit
+from slimstart.structure.fitting import Fit, whole
 
 SIGMA = 0.2
 LR = 0.03
@@ -146,14 +146,12 @@ class NestedWidths:
         self._pending = False
 
     def best_guess(self) -> Tensor:
-        """The network of the present widths, with what rounding has left of the budget given out, group by group."""
-        widths, sizes = self.widths, self._host_fit.sizes
-        exact = self._mu.cpu().exp()
-        for group in torch.argsort(widths - exact, stable=True).tolist():
-            wider = torch.minimum(widths + (torch.arange(widths.numel()) == group), sizes)
-            if self.budget.cost(self._host_fit.masks(wider)) <= self.budget.limit:
-                widths = wider
-        return self._host_fit.masks(widths)
+        """The network of the present widths, with what rounding has left of the budget given out."""
+
+        def fits(widths: Tensor) -> bool:
+            return self.budget.cost(self._host_fit.masks(widths)) <= self.budget.limit
+
+        return self._host_fit.masks(whole(self._mu.cpu().exp(), self._host_fit.sizes, 1, fits))
 
     def candidates(self, n: int) -> Tensor:
         """(1, U): there is one network to settle on, whatever is asked for."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.kernels import Move, Moves
-from slimstart.subnet.page_locked import ALIGN
+from slimstart.subnet.page_locked import num_bytes
 
 
 class Row(Protocol):
@@ -188,11 +188,6 @@ class Turnover:
             exchange.leave(route)
 
 
-def num_bytes(tensor: Tensor) -> int:
-    """What a tensor takes, aligned as the device likes it."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
-
-
 def within(scratch: Tensor, start: int, like: Tensor) -> Tensor:
     """Room in a scratch (bytes) for a tensor like that one, which has no gaps."""
     room = scratch[start : start + like.numel() * like.element_size()].view(like.dtype)
@@ -248,7 +243,7 @@ class Beside:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
@@ -261,10 +256,10 @@ class Beside:
     def join(self) -> None:
         """Let the current stream wait."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish(self) -> None:
         """Let the host wait, also for the current stream: whatever went down has arrived."""
         if self._stream is not None:
             self.join()
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._stream.device).synchronize()

@@ -80,6 +80,8 @@ class Networks:
         narrow = {name: named[name] for name in (graph.tensors if device is None else named) if name in named}
         self.link = OptimizerLink(optimizer, narrow)
         self.version = 0
+        self._units: dict[int, Tensor] = {}  # along axes that were asked for
+        self._units_of = -1  # the version that they are of
 
     def _companion(self) -> Subnet:
         """Another narrow network beside the one that is trained."""
@@ -121,9 +123,13 @@ class Networks:
         The number of all units stands for none: an entry that always stays, or a passenger's.
         """
         assert self.net.selection is not None
-        units, kept = self.graph.units_along(axis), self.net.selection.kept(axis)
-        units = units if kept is None else units[kept]
-        return torch.where(units < 0, self.graph.num_units, units).to(self.device)
+        if self._units_of != self.version:
+            self._units, self._units_of = {}, self.version
+        if axis not in self._units:
+            units, kept = self.graph.units_along(axis), self.net.selection.kept(axis)
+            units = units if kept is None else units[kept]
+            self._units[axis] = torch.where(units < 0, self.graph.num_units, units).to(self.device)
+        return self._units[axis]
 
     def references(self) -> Iterator[nn.Module]:
         """The other networks of the draw, one after the other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import weakref
 from collections.abc import Iterable
@@ -44,13 +45,18 @@ class PageLocked:
         # Only now, with the old copies given back: locking takes all of the memory at once.
         with torch.cuda.device(self._device):
             status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE_AND_MAPPED)
-        torch.cuda.check_error(int(status))
-        self._buffers.append(_Buffer(buffer, [weakref.ref(tensor) for tensor in loose]))
+        if int(status) != 0:
+            raise RuntimeError(
+                f"{buffer.numel() / 2**30:.3g} GiB of the host's memory could not be page-locked for the GPU (CUDA "
+                f"error {int(status)}); is `ulimit -l` too low, or the memory of a container?"
+            )
+        self._buffers.append(_Buffer(buffer, buffer.data_ptr(), [weakref.ref(tensor) for tensor in loose]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Buffer:
     memory: Tensor
+    address: int
     tensors: list[weakref.ref[Tensor]]
 
     @property
@@ -66,17 +72,28 @@ def _unlock(buffers: list[_Buffer]) -> None:
     _waiting.extend(buffers)
     buffers.clear()
     while _waiting and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.cudart().cudaHostUnregister(_waiting.pop().memory.data_ptr())
+        buffer = _waiting.pop()
+        torch.cuda.cudart().cudaHostUnregister(buffer.address)
+        del buffer  # and its pages with it, only now
 
 
 @torch.no_grad()
 def pack_(tensors: list[Tensor]) -> Tensor:
-    """Move tensors into pages of their own, one after the other, each with its strides; returns these, as bytes."""
-    sizes = [-(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN for tensor in tensors]
-    # Pages from their first byte on: whether a tensor `is_pinned`, PyTorch asks of the first byte of its storage.
-    buffer = torch.frombuffer(mmap.mmap(-1, -(-sum(sizes) // PAGE) * PAGE), dtype=torch.uint8)
-    for tensor, start in zip(tensors, (sum(sizes[:i]) for i in range(len(sizes))), strict=True):
-        room = buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+    """Move tensors into pages of their own, one after the other, each with its strides; returns these, as bytes.
+
+    Each has a storage of its own there: PyTorch saves and copies whole storages, and whether a tensor `is_pinned` it
+    asks of the first byte of its storage.
+    """
+    starts = [0, *itertools.accumulate(map(num_bytes, tensors))]
+    # Shared with processes that are forked: of private pages the parent would get copies, which the GPU does not know.
+    pages = mmap.mmap(-1, -(-starts[-1] // PAGE) * PAGE)
+    for tensor, start in zip(tensors, starts, strict=False):
         strides = torch.empty_like(tensor, device="meta").stride()  # without gaps, the dimensions in their order
-        tensor.data = room.as_strided(tensor.shape, strides, room.storage_offset()).copy_(tensor)
-    return buffer
+        room = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        tensor.data = room.as_strided(tensor.shape, strides).copy_(tensor)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """What a tensor takes, aligned as the device likes it."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN

@@ -80,7 +80,7 @@ class ResidentNetworks(Networks):
         """
         self._forget()
         states = self.link.pairs()
-        self._locked.take_(dense for _, dense, _ in states)
+        self._locked.take_([*(dense for _, dense, _ in states), *map(self.net.dense, self.net.changing)])
         self._known = self._now()
         with self._beside():
             if len(masks) == 2:  # with more there is one place for all of them, which `references` fills
@@ -241,5 +241,6 @@ class ResidentNetworks(Networks):
         self.link.release(state_dict)
 
     def adopt(self) -> None:
+        self._beside.finish()  # what is on its way home goes into state that is forgotten now
         self._forget()
         super().adopt()

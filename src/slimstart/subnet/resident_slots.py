@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 from slimstart.graph import ChannelGraph
 from slimstart.subnet.compact import tensor_names
-from slimstart.subnet.crossing import Beside, Exchange, Route, Tally, Turnover, num_bytes
+from slimstart.subnet.crossing import Beside, Exchange, Route, Tally, Turnover
 from slimstart.subnet.networks import Named, Traffic
-from slimstart.subnet.page_locked import PageLocked
+from slimstart.subnet.page_locked import PageLocked, num_bytes
 from slimstart.subnet.seating import Seats
 from slimstart.subnet.slotted import SlotNetworks
 

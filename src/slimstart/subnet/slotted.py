@@ -13,7 +13,7 @@ All tensors (weights, statistics, optimizer state) go in one kernel each way (`s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -61,7 +61,7 @@ class SlotNetworks(Networks):
         self._seating: Seating | None = None
         self._hooked: dict[str, nn.Parameter] = {}
         self._silent_by_hook = True
-        self._units: dict[int, Tensor] = {}  # of the dense model, along axes that were asked for
+        self._dense_units: dict[int, Tensor] = {}  # along axes that were asked for
         self._known: Any = None  # what the tables of moves were made for
 
     # --- what the device does alone ----------------------------------------------------------------------------------
@@ -95,9 +95,11 @@ class SlotNetworks(Networks):
     def prefetch(self) -> None:
         """Begin with whatever takes long about the proposed networks."""
 
-    def crossing(self) -> AbstractContextManager[None]:
-        """Around `move`: what it needs before and leaves behind, where that is not on the device."""
-        return nullcontext()
+    @contextmanager
+    def crossing(self) -> Iterator[None]:
+        """Around `move`: what it needs before, and what it leaves behind where that is not on the device."""
+        self.refresh()  # an eager step within the window may have made optimizer state
+        yield
 
     @torch.no_grad()
     def load_reference(self, number: int) -> None:
@@ -193,10 +195,10 @@ class SlotNetworks(Networks):
         assert self._seating is not None
         start = self._seating.start[axis]
         places = self._seats.places[0, start : start + self._seating.count[axis]].long()
-        if axis not in self._units:
+        if axis not in self._dense_units:
             units = self.graph.units_along(axis)
-            self._units[axis] = torch.where(units < 0, self.graph.num_units, units).to(self.device)
-        return torch.where(places < 0, self.graph.num_units, self._units[axis][places.clamp(min=0)])
+            self._dense_units[axis] = torch.where(units < 0, self.graph.num_units, units).to(self.device)
+        return torch.where(places < 0, self.graph.num_units, self._dense_units[axis][places.clamp(min=0)])
 
     def references(self) -> Iterator[nn.Module]:
         self.reference.follow_modes()
@@ -269,10 +271,11 @@ class SlotNetworks(Networks):
         now = (*names, *self.link.addresses, *(self.net.dense(name).data_ptr() for name in names))
         if now == self._known:
             return
-        self._known = now
+        self._known = None
         self.version += 1
         weights = [(name, self.net.dense(name), self.net.tensor(name)) for name in names]
         self._set_tables([*weights, *self.link.pairs()], [name for name in names if self.reference.has_own(name)])
+        self._known = now
 
     def _set_tables(self, trained: Named, in_reference: Sequence[str]) -> None:
         """Make the tables.
