@@ -406,16 +406,17 @@ def test_graphs_need_room_to_spare(device: str) -> None:
 
 
 def test_widths_by_worth_are_those_of_eager_steps(device: str) -> None:
-    data = batches(device, 20)
-    graphs = both(device, data, policy="equal_worth", resample_every=1)
-    eager = small(device, engine="eager", policy="equal_worth", resample_every=1)
-    for batch in data:
-        eager.step(loss_fn, *batch)
+    settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 1}
+    graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
+    before = eager.mask
+    for batch in batches(device, 17):
+        losses = [float(sparse.step(loss_fn, *batch)) for sparse in (graphs, eager)]
+        assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+        assert torch.equal(graphs.mask, eager.mask)
     assert graphs.settled
-    assert torch.equal(graphs.mask, eager.mask)
     assert graphs.executed_flops == eager.executed_flops  # nothing is padded
     assert graphs.reason is None
-    assert not torch.equal(eager.mask, small(device, policy="equal_worth").mask)
+    assert not torch.equal(eager.mask, before)
 
 
 def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw(device: str) -> None:

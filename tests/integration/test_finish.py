@@ -244,7 +244,8 @@ def test_torch_export(name: str) -> None:
     assert torch.allclose(outputs(program.module()), outputs(small), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [NETWORKS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS[1:])])
+@pytest.mark.slow  # the command line exports a network to ONNX, too
+@pytest.mark.parametrize("name", NETWORKS)
 def test_onnx(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

@@ -1046,7 +1046,12 @@ def test_a_policy_of_ones_own(differences: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "coupling"),
-    [("resnet_basic", "filter"), ("resnet_basic", "stream"), ("mobilenet_v2", "filter"), ("vit_fused", "filter")],
+    [
+        ("resnet_basic", "filter"),
+        pytest.param("resnet_basic", "stream", marks=pytest.mark.slow),
+        pytest.param("mobilenet_v2", "filter", marks=pytest.mark.slow),
+        ("vit_fused", "filter"),
+    ],
 )
 def test_networks_of_the_zoo_learn_a_batch_by_heart(name: str, coupling: str) -> None:
     """Residual streams, depthwise layers, attention: what the plain networks above do not have."""

@@ -163,25 +163,23 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     from slimstart.recipes.schedules import parse_schedule
     from slimstart.structure import ESTIMATORS, POLICIES, SAMPLINGS
 
-    choices: dict[str, tuple[str, ...]] = {
+    choices: dict[str, tuple[str | None, ...]] = {
         "data": data.NAMES,
         "method": METHODS,
         "policy": POLICIES,
+        "coupling": (None, *COUPLINGS),
         "estimator": (*ESTIMATORS, *RELAXATIONS),
+        "sampling": (None, *SAMPLINGS),
         "protocol": PROTOCOLS,
         "precision": PRECISIONS,
     }
     for name, known in choices.items():
         if getattr(recipe, name) not in known:
-            yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(known)}"
-    if recipe.coupling not in (None, *COUPLINGS):
-        yield f"`coupling` is {recipe.coupling!r}; it must be one of {', '.join(COUPLINGS)}"
+            yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(filter(None, known))}"
     if recipe.policy == "equal_worth" and recipe.coupling == "filter":
         yield "`coupling` is 'filter', but the policy equal_worth needs stream; leave it out"
     if recipe.policy == "equal_worth" and recipe.estimator in RELAXATIONS:
         yield f"`estimator` is {recipe.estimator!r}, which takes the place of a policy; leave `policy` at paper"
-    if recipe.sampling not in (None, *SAMPLINGS):
-        yield f"`sampling` is {recipe.sampling!r}; it must be one of {', '.join(SAMPLINGS)}"
     for name in ("schedule", "finetune_schedule"):
         try:
             parse_schedule(getattr(recipe, name))
