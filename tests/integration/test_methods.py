@@ -107,13 +107,13 @@ def made(steps_per_epoch: int = STEPS, **settings: Any) -> Method:
 
 STOPPED = [
     {"method": "l1"},
-    {"method": "slimming", "rounds": 2},
     {"method": "slimstart", "estimator": "ste"},
     *(
         pytest.param(settings, marks=pytest.mark.slow)
         for settings in (
             *({"method": name} for name in ("soft", "slimming", "provable", "random", "grow-efficient")),
-            *({"method": name, "rounds": 2} for name in ("l1", "thinet", "provable")),
+            *({"method": name, "rounds": 2} for name in ("l1", "slimming", "thinet", "provable")),
+            {"method": "slimstart", "policy": "equal_worth"},
             *({"method": "slimstart", "estimator": name} for name in RELAXATIONS if name != "ste"),
             *({"method": name, "finetune_epochs": 0} for name in ("soft", "slimming", "grow-efficient")),
             {"method": "grow-efficient", "epochs": 2, "settle_at": 0.5},

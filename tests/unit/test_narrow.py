@@ -16,7 +16,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("budget", [Flops(0.1), Flops(0.5), Params(0.2), Channels(0.3), Flops(1.0)], ids=str)
-@pytest.mark.parametrize("coupling", ["stream", "filter"])
+@pytest.mark.parametrize("coupling", ["stream", pytest.param("filter", marks=pytest.mark.slow)])
 def test_the_share_is_the_largest_that_fits(budget: Budget, coupling: str) -> None:
     graph = GRAPHS[coupling]
     mask = uniform_mask(graph, budget)

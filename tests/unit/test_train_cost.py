@@ -71,6 +71,7 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
         pytest.param({"budget": "flops=0.3", "coupling": "stream", "resample_every": 3}, marks=pytest.mark.slow),
         pytest.param({"budget": "flops=0.3", "align": 4}, marks=pytest.mark.slow),
         pytest.param({"budget": "channels=0.5", "estimator": "pge"}, marks=pytest.mark.slow),
+        pytest.param({"budget": "flops=0.3", "policy": "equal_worth"}, marks=pytest.mark.slow),
         pytest.param({"method": "random", "budget": "flops=0.3"}, marks=pytest.mark.slow),
         pytest.param({"method": "l1", "budget": "flops=0.3"}, marks=pytest.mark.slow),
         pytest.param({"method": "soft", "budget": "flops=0.3"}, marks=pytest.mark.slow),
