@@ -432,3 +432,16 @@ def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw
     assert bool(passengers.any())
     for tensor in (weight.detach(), *(sparse.optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq"))):
         assert not bool(tensor[passengers].any())
+
+
+def test_a_parameter_may_be_thawed(device: str) -> None:
+    runs = [small(device, engine=engine, resample_every=4) for engine in ("graphs", "eager")]
+    frozen = [sparse.model.get_parameter("stage2.1.conv1.weight").requires_grad_(False) for sparse in runs]
+    for number, batch in enumerate(batches(device, 10)):
+        for parameter in frozen:
+            parameter.requires_grad_(number >= 6)
+        losses = [float(sparse.step(loss_fn, *batch)) for sparse in runs]
+        assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+    assert not torch.equal(
+        *(sparse.model.get_parameter("stage2.1.conv1.weight") for sparse in (runs[0], small(device)))
+    )

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from slimstart.engine.optimizers import complete
+
 
 @dataclass(frozen=True)
 class Backward:
@@ -58,4 +60,5 @@ class Backward:
 
     def __call__(self, loss: Tensor) -> None:
         self.gradients(loss)
+        complete(self.optimizer)  # a parameter may have been thawed
         self.step(torch.isfinite(loss.detach()))

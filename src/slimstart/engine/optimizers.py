@@ -46,6 +46,22 @@ def has_begun(optimizer: Optimizer) -> bool:
     )
 
 
+def complete(optimizer: Optimizer) -> None:
+    """Give SGD the momentum that some parameters lack: its fused kernels want it of all with a gradient, or of none.
+
+    Zeros are what the first step of such a parameter would begin with, where nothing is dampened.
+    """
+    if type(optimizer) is not SGD:
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"] and not group["dampening"]:
+            trained = [p for p in group["params"] if p.grad is not None]
+            lacking = [p for p in trained if optimizer.state[p].get("momentum_buffer") is None]
+            if len(lacking) < len(trained):
+                for parameter in lacking:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def unfuse(optimizer: Optimizer) -> None:
     """Take back what only a GPU understands: settings that came with a state dict from one."""
     for group in optimizer.param_groups:
