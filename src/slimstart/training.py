@@ -47,7 +47,7 @@ from slimstart.graph import ChannelGraph
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 from slimstart.structure import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
 from slimstart.structure.naming import COUPLING, default_window
-from slimstart.subnet import Executed, Traffic, recalibrate, trace_verified
+from slimstart.subnet import Executed, Traffic, recalibrate, rescale_fan_in_, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
 
 
@@ -95,6 +95,8 @@ class SparseTraining:
         policy: what learns the structure. "paper": Algorithm 1. "equal_worth": widths, from the gradients of ordinary
             steps (`slimstart.structure.EqualWorth`); `estimator`, `alpha`, `structure_lr`, `sampling` and `seed` mean
             nothing to it. Or one of your own, called with the graph's cost table; `budget` means nothing then, either.
+        fresh: for "equal_worth": the model has just been initialised, so its weights are scaled to the fan-in of the
+            network that it starts with, as if that had been initialised by itself. False for a model that has learned.
 
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
@@ -123,6 +125,7 @@ class SparseTraining:
         sampling: str | None = None,
         keep: Iterable[str] = (),
         policy: str | Callable[..., Policy] = "paper",
+        fresh: bool = True,
         wrap: Wrap | None = None,
         spread_references: bool = False,
         full_model_device: str | torch.device | None = None,
@@ -163,6 +166,9 @@ class SparseTraining:
                 sampling=sampling,
                 align=align,
             )
+        if name == "equal_worth" and fresh:
+            start = self.graph.select(self.policy.best_guess())
+            rescale_fan_in_(dict(model.named_parameters()), model, start)
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
         self.num_steps = 0
         self.num_examples: float = 0  # of the last step, over all ranks

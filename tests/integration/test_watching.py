@@ -1,5 +1,6 @@
 """Training with a policy that watches: what it is told, in every engine, and that nothing else changes."""
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_gradients_of_units_are_those_of_gates(name: str, align: int) -> None:
         sparse.step(loss_fn, *batch(number))
         assert torch.allclose(notes.told[-1], expected, rtol=1e-9, atol=1e-12)
         assert float(expected.abs().max()) > 1e-3
+
+
+def test_it_starts_as_a_narrow_network_would() -> None:
+    """With weights of the scale that its own initialisation would give them; a model that has learned is left alone."""
+    for fresh in (True, False):
+        model = models.build("resnet20", num_classes=10, width=0.25)
+        before, optimizer = copy.deepcopy(model), SGD(model.parameters(), lr=0.1)
+        images = batch(0)[0].float()
+        sparse = SparseTraining(model, optimizer, images[:1], Flops(0.4), policy="equal_worth", fresh=fresh)
+        small = compact(before, sparse.graph.select(sparse.mask))
+        sparse.sync()
+        for name, parameter in small.named_parameters():
+            gain = (before.get_parameter(name)[0].numel() / parameter[0].numel()) ** 0.5 if fresh else 1.0
+            assert torch.allclose(gain * parameter, sparse.net.get_parameter(name))
 
 
 def test_it_settles_by_itself_and_costs_no_second_forward() -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.baselines.pruning import largest_within
-from slimstart.graph import ChannelGraph, Selection
+from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget, Budget
 from slimstart.structure.fitting import steps
-from slimstart.subnet import compact
+from slimstart.subnet import compact, rescale_fan_in_
 
 
 def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
@@ -52,25 +52,8 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
 
 
 def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, align: int = 1) -> nn.Module:
-    """A freshly initialised narrow network from a freshly initialised dense one; arguments as for `uniform_mask`.
-
-    Weights are scaled up by the square root of what their fan-in has lost, as an initialisation by fan-in, PyTorch's
-    own among them, would have done.
-    """
+    """A freshly initialised narrow network from a freshly initialised dense one; arguments as for `uniform_mask`."""
     selection = graph.select(uniform_mask(graph, budget, align))
     small = compact(model, selection)
-    rescale_fan_in_(small, model, selection)
+    rescale_fan_in_(dict(small.named_parameters()), model, selection)
     return small
-
-
-@torch.no_grad()
-def rescale_fan_in_(small: nn.Module, model: nn.Module, selection: Selection) -> None:
-    """Give the weights of a narrow copy the scale of an initialisation at their own fan-in, in place."""
-    dense = dict(model.named_parameters())
-    for name, parameter in small.named_parameters():
-        if parameter.dim() > 1 and name in selection.graph.tensors:
-            parameter.mul_((_fan_in(dense[name]) / _fan_in(parameter)) ** 0.5)
-
-
-def _fan_in(weight: Tensor) -> int:
-    return weight[0].numel()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines.narrow import rescale_fan_in_
 from slimstart.baselines.pruning import group_sizes, keep_best, largest_within
 from slimstart.graph import ChannelGraph
 from slimstart.structure import Budget
-from slimstart.subnet import compact
+from slimstart.subnet import compact, rescale_fan_in_
 
 
 def random_mask(graph: ChannelGraph, budget: Budget, generator: torch.Generator) -> Tensor:
@@ -36,5 +35,5 @@ def random_structure(model: nn.Module, graph: ChannelGraph, budget: Budget, gene
     """A freshly initialised narrow network with random widths, from a freshly initialised dense one."""
     selection = graph.select(random_mask(graph, budget, generator))
     small = compact(model, selection)
-    rescale_fan_in_(small, model, selection)
+    rescale_fan_in_(dict(small.named_parameters()), model, selection)
     return small
