@@ -13,7 +13,8 @@ from slimstart.structure.policies import Policy
 
 POLICIES = ("paper", "equal_worth")
 COUPLING = {"paper": "filter", "equal_worth": "stream"}
-SEARCH = 0.1  # of the training, for all rounds of "equal_worth"
+SEARCH = 0.1  # of the training, for all rounds of "equal_worth" ...
+STEPS, MOST = 800, 0.3  # ... but not fewer steps than these, unless they are more than this share of it
 
 
 def make_policy(
@@ -47,10 +48,11 @@ def make_policy(
 
 
 def default_window(name: str, total_steps: int | None) -> int:
-    """Steps between two draws where nobody has said how many."""
+    """Steps between two draws where nobody has said how many.
+
+    What a unit is worth shows only when the network has learned something.
+    """
     if name == "paper":
         return 1
-    if total_steps is None:
-        return 50
-    # Enough of them to see something, but not more than half of the training in all.
-    return max(1, min(max(4, round(SEARCH * total_steps / ROUNDS)), total_steps // (2 * ROUNDS)))
+    search = STEPS if total_steps is None else max(SEARCH * total_steps, min(STEPS, MOST * total_steps))
+    return max(1, round(search / ROUNDS))
