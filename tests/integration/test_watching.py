@@ -243,7 +243,7 @@ def test_a_scale_that_a_fused_optimizer_takes_out_itself_is_taken_out() -> None:
 
 def test_its_window_follows_the_length_of_the_run() -> None:
     assert start(resample_every=None).resample_every == 50
-    assert start(resample_every=None, total_steps=1000).resample_every == 19  # 300 steps of 16 rounds
+    assert start(resample_every=None, total_steps=1000).resample_every == 6  # 100 steps of 16 rounds
     assert start(resample_every=None, total_steps=20).resample_every == 1
     assert start(resample_every=None, total_steps=160_000).resample_every == 1000
 

@@ -13,8 +13,7 @@ from slimstart.structure.policies import Policy
 
 POLICIES = ("paper", "equal_worth")
 COUPLING = {"paper": "filter", "equal_worth": "stream"}
-SEARCH = 0.1  # of the training, for all rounds of "equal_worth" ...
-STEPS, MOST = 800, 0.3  # ... but not fewer steps than these, unless they are more than this share of it
+SEARCH = 0.1  # of the training, for all rounds of "equal_worth"
 
 
 def make_policy(
@@ -48,11 +47,7 @@ def make_policy(
 
 
 def default_window(name: str, total_steps: int | None) -> int:
-    """Steps between two draws where nobody has said how many.
-
-    What a unit is worth shows only when the network has learned something.
-    """
+    """Steps between two draws where nobody has said how many."""
     if name == "paper":
         return 1
-    search = STEPS if total_steps is None else max(SEARCH * total_steps, min(STEPS, MOST * total_steps))
-    return max(1, round(search / ROUNDS))
+    return 50 if total_steps is None else max(1, round(SEARCH * total_steps / ROUNDS))
