@@ -33,8 +33,8 @@ def test_contenders_are_read(text: str, expected: Contender) -> None:
 def test_a_variant_is_an_estimator_or_a_protocol() -> None:
     assert Contender("slimstart", "pge").changes == {"method": "slimstart", "policy": "paper", "estimator": "pge"}
     assert Contender("slimstart", "paper").changes == {"method": "slimstart", "policy": "paper"}
-    worth = Contender("slimstart", "equal_worth").changes
-    assert (worth["policy"], worth["coupling"], worth["resample_every"]) == ("equal_worth", None, None)
+    worth = merged(preset("vgg16-cifar10"), Contender("slimstart", "equal_worth").changes)
+    assert (worth.policy, worth.coupling, worth.resample_every) == ("equal_worth", None, None)
     assert Contender("l1", "paper").changes == {"method": "l1", "protocol": "paper"}  # which the recipe refuses
     assert Contender("l1", "uniform").changes == {"method": "l1", "protocol": "uniform"}
     assert Contender("dense").changes == {"method": "dense"}

@@ -233,3 +233,16 @@ def test_search_epochs() -> None:
     assert search_epochs(epochs=10) == 10
     assert search_epochs(epochs=10, settle_at=0.25) == 2
     assert search_epochs(epochs=10, method="narrow") == 0
+
+
+def test_another_policy_drops_what_was_chosen_for_the_papers() -> None:
+    own = merged(preset("vgg16-cifar10"), {"policy": "equal_worth"})
+    assert (own.coupling, own.resample_every) == (None, None)
+    assert merged(own, {"resample_every": 7, "policy": "paper"}).resample_every == 7
+    assert merged(preset("vgg16-cifar10"), {"policy": "paper"}) == preset("vgg16-cifar10")
+    with pytest.raises(ConfigError, match="the policy equal_worth needs stream"):
+        Recipe(policy="equal_worth", coupling="filter")
+    with pytest.raises(ConfigError, match="takes the place of a policy"):
+        Recipe(policy="equal_worth", estimator="gumbel")
+    with pytest.raises(ConfigError, match="`policy` is 'best'; it must be one of paper, equal_worth"):
+        Recipe(policy="best")

@@ -52,15 +52,14 @@ class Contender:
         return self.method if self.variant is None else f"{self.method}:{self.variant}"
 
     @property
-    def changes(self) -> dict[str, str | None]:
+    def changes(self) -> dict[str, str]:
         """The fields of a recipe that it stands for."""
         if self.variant is None:
             return {"method": self.method}
         if self.method != "slimstart":
             return {"method": self.method, "protocol": self.variant}
-        if self.variant == "equal_worth":  # what a recipe says for the paper's policy is nothing to it
-            others = {"coupling": None, "resample_every": None, "estimator": "vr_pge"}
-            return {"method": self.method, "policy": self.variant, **others}
+        if self.variant == "equal_worth":  # which needs no estimator, whatever the recipe has
+            return {"method": self.method, "policy": self.variant, "estimator": "vr_pge"}
         own = {} if self.variant == "paper" else {"estimator": self.variant}
         return {"method": self.method, "policy": "paper", **own}
 

@@ -177,7 +177,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         if getattr(recipe, name) not in known:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(filter(None, known))}"
     if recipe.policy == "equal_worth" and recipe.coupling == "filter":
-        yield "`coupling` is 'filter', but the policy equal_worth needs stream; leave it out"
+        yield "`coupling` is 'filter', but the policy equal_worth needs stream; take that, or leave it out"
     if recipe.policy == "equal_worth" and recipe.estimator in RELAXATIONS:
         yield f"`estimator` is {recipe.estimator!r}, which takes the place of a policy; leave `policy` at paper"
     for name in ("schedule", "finetune_schedule"):
@@ -246,9 +246,14 @@ def make_model(name: str, *, num_classes: int, in_channels: int, width: float = 
 
 
 def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with some fields changed; the method dense drops a budget that it came with."""
+    """The recipe with some fields changed.
+
+    The method dense drops a budget that it came with, and another policy what was chosen for the paper's.
+    """
     if changes.get("method") == "dense" and "budget" not in changes:
         changes = {**changes, "budget": None}
+    if changes.get("policy", recipe.policy) != recipe.policy:
+        changes = {"coupling": None, "resample_every": None, **changes}
     return dataclasses.replace(recipe, **changes)
 
 
