@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from slimstart.structure import Budget, Channels
 from slimstart.subnet.optimizer_state import first_state
 
-NETWORKS = 4  # narrow weights on the device: the network, its gradients, the next one, the reference
+NETWORKS = 4  # narrow weights on the device: the network, its gradients, the next one (in slots half), the reference
 STATES = 2  # narrow optimizer state there: of the network and of the next one
 PROOF = 4  # weights on the host in float32's size, while slices are proven: two copies in float64
 GIB = 2**30
