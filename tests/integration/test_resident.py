@@ -385,23 +385,28 @@ def test_tensors_are_packed_with_their_strides() -> None:
 def test_memory_is_unlocked_when_nobody_needs_it_but_not_while_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    locked: set[int] = set()
+    locked: dict[int, int] = {}
     captures = [False]
 
     class Runtime:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-            locked.add(address)
+            locked[address] = size
             return 0
 
         def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
             assert not captures[0]
-            locked.remove(address)
+            del locked[address]
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().data_ptr() % PAGE == 0)
+
+    def is_pinned(tensor: Tensor) -> bool:
+        first = tensor.untyped_storage().data_ptr()
+        return any(address <= first < address + size for address, size in locked.items())
+
+    monkeypatch.setattr(Tensor, "is_pinned", is_pinned)
     keeper, weights, state = PageLocked(torch.device("cuda")), torch.zeros(5), torch.zeros(6)
     keeper.take_([weights])
     keeper.take_([state])
