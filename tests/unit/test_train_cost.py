@@ -65,9 +65,9 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"method": "dense", "budget": None},
-        {"method": "narrow", "budget": "flops=0.3"},
         {"budget": "flops=0.3"},
+        pytest.param({"method": "dense", "budget": None}, marks=pytest.mark.slow),
+        pytest.param({"method": "narrow", "budget": "flops=0.3"}, marks=pytest.mark.slow),
         pytest.param({"budget": "flops=0.3", "coupling": "stream", "resample_every": 3}, marks=pytest.mark.slow),
         pytest.param({"budget": "flops=0.3", "align": 4}, marks=pytest.mark.slow),
         pytest.param({"budget": "channels=0.5", "estimator": "pge"}, marks=pytest.mark.slow),
