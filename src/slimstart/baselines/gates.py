@@ -156,11 +156,6 @@ class AdamGates(Gates):
         return [*self.follow(z), *zip(moments, after, strict=True)]
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model is."""
-    return next(model.parameters()).device
-
-
 def straight_through(value: Tensor, surrogate: Tensor) -> Tensor:
     """The value, bit for bit, with the gradient of a surrogate."""
     return value + (surrogate - surrogate.detach())

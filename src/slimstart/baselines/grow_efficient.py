@@ -21,7 +21,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines.gates import Gates, device_of, straight_through
+from slimstart.baselines.gates import Gates, straight_through
+from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.structure import Budget, uniform_start
 from slimstart.structure.cutting import most_probable

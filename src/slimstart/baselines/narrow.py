@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines.pruning import largest_within
+from slimstart.baselines.pruning import group_sizes, largest_within
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget, Budget
 from slimstart.structure.fitting import steps
-from slimstart.subnet import compact, rescale_fan_in_
+from slimstart.subnet import compact_fresh
 
 
 def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
@@ -28,7 +28,7 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     """
     bound: BoundBudget = budget.bind(graph.costs)
     group = graph.costs.unit_group
-    sizes = torch.bincount(group)
+    sizes = group_sizes(graph)
     step = steps(sizes, align)
     rank = torch.arange(graph.num_units) - (torch.cumsum(sizes, 0) - sizes)[group]
 
@@ -53,7 +53,4 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
 
 def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, align: int = 1) -> nn.Module:
     """A freshly initialised narrow network from a freshly initialised dense one; arguments as for `uniform_mask`."""
-    selection = graph.select(uniform_mask(graph, budget, align))
-    small = compact(model, selection)
-    rescale_fan_in_(dict(small.named_parameters()), model, selection)
-    return small
+    return compact_fresh(model, graph.select(uniform_mask(graph, budget, align)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slimstart.baselines.pruning import group_sizes, keep_best, largest_within
 from slimstart.graph import ChannelGraph
 from slimstart.structure import Budget
-from slimstart.subnet import compact, rescale_fan_in_
+from slimstart.subnet import compact_fresh
 
 
 def random_mask(graph: ChannelGraph, budget: Budget, generator: torch.Generator) -> Tensor:
@@ -33,7 +33,4 @@ def random_mask(graph: ChannelGraph, budget: Budget, generator: torch.Generator)
 
 def random_structure(model: nn.Module, graph: ChannelGraph, budget: Budget, generator: torch.Generator) -> nn.Module:
     """A freshly initialised narrow network with random widths, from a freshly initialised dense one."""
-    selection = graph.select(random_mask(graph, budget, generator))
-    small = compact(model, selection)
-    rescale_fan_in_(dict(small.named_parameters()), model, selection)
-    return small
+    return compact_fresh(model, graph.select(random_mask(graph, budget, generator)))

@@ -19,7 +19,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines.gates import AdamGates, device_of, straight_through
+from slimstart.baselines.gates import AdamGates, straight_through
+from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.structure import Budget, uniform_start
 from slimstart.structure.multisection import Multisection

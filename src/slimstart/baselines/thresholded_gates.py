@@ -21,9 +21,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines.gates import AdamGates, device_of, straight_through
+from slimstart.baselines.gates import AdamGates, straight_through
 from slimstart.baselines.pruning import filter_weights
 from slimstart.costs import CostTable
+from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget, Budget
 from slimstart.structure._tables import Tables

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from slimstart.devices import device_of
 from slimstart.engine.backward import Backward
 from slimstart.engine.choice import choose
 from slimstart.engine.graphs import Steps
@@ -62,7 +63,7 @@ def assemble(
     Raises:
         ValueError: this engine cannot be had.
     """
-    place = device or next(model.parameters()).device
+    place = device or device_of(model)
     with _as_if_on(place, optimizer) if device is not None else nullcontext():
         chosen, reason = choose(engine, optimizer, place)
     watching = isinstance(policy, WatchingPolicy)  # its draws are few, and as wide as they should be

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from slimstart.graph import ChannelGraph
-from slimstart.graph.readers import Reader, readers
+from slimstart.graph.readers import LAYERS, Reader, readers
 from slimstart.structure import WatchingPolicy
 from slimstart.subnet import Networks
 from slimstart.subnet.compact import tensor_places
@@ -116,13 +117,12 @@ def unknown(graph: ChannelGraph, model: nn.Module, found: list[Reader], watched:
 def _perhaps_reading(graph: ChannelGraph, model: nn.Module, known: set[str]) -> Iterator[str]:
     """Matrices with channels of which it is not known what they do, or that also do something else."""
     places, modules = tensor_places(model), dict(model.named_modules(remove_duplicate=False))
-    layers = (nn.Linear, nn.modules.conv._ConvNd)
     for name, parameter in model.named_parameters():
         owners = [modules[path] for path, _ in places[name]]
         if name not in graph.tensors or parameter.dim() < 2 or all(isinstance(o, nn.Embedding) for o in owners):
             continue
-        if name in known and all(isinstance(owner, layers) for owner in owners):
+        if name in known and all(isinstance(owner, LAYERS) for owner in owners):
             continue
-        if name not in known and all(isinstance(owner, nn.modules.conv._ConvNd) for owner in owners):
+        if name not in known and all(isinstance(owner, _ConvNd) for owner in owners):
             continue  # within channels: it goes with the unit
         yield name

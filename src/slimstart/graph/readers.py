@@ -15,6 +15,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from slimstart.graph.channels import ChannelGraph
 
+LAYERS = (nn.Linear, _ConvNd)  # that mix channels
+
 
 @dataclass(frozen=True, eq=False)
 class Reader:
@@ -50,7 +52,7 @@ def _found(graph: ChannelGraph, model: nn.Module) -> Iterator[Reader]:
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         layer = name.rpartition(".")[0]
-        if parameter.dim() < 2 or not isinstance(modules[layer], nn.Linear | _ConvNd):
+        if parameter.dim() < 2 or not isinstance(modules[layer], LAYERS):
             continue
         dim = 0 if isinstance(modules[layer], _ConvTransposeNd) else 1
         for piece in graph.tensors.get(name, ()):

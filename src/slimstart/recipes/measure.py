@@ -10,6 +10,7 @@ from torch import nn
 
 from slimstart.accounting.timing import Step, Stopwatch, compare
 from slimstart.baselines import narrow
+from slimstart.devices import device_of
 from slimstart.engine import PlainTraining
 from slimstart.errors import BudgetError
 from slimstart.graph import trace
@@ -88,7 +89,7 @@ def step_times(
 
 def _narrowed(model: nn.Module, batch: Batch, budget: Flops, align: int) -> nn.Module:
     """The hand-narrowed network, on the device of the batch."""
-    example = batch[0][:1].to(next(model.parameters()).device)
+    example = batch[0][:1].to(device_of(model))
     return narrow(model, trace(model, example, coupling="stream"), budget, align).to(batch[0].device)
 
 

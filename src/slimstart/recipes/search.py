@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slimstart.accounting import counting
 from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers, formula_flops
+from slimstart.devices import device_of
 from slimstart.engine.wrapping import Wrap
 from slimstart.errors import CheckpointError
 from slimstart.recipes.method import Batch, Loss, sgd
@@ -57,7 +58,7 @@ class Search:
         self.graph, self.engine = self.sparse.graph, self.sparse.engine
         self.ledger = Ledger()
         self._nominal = Flops(1.0).bind(self.graph.costs)
-        self._first: FirstLayers = first_layers(model, example.to(next(model.parameters()).device))
+        self._first: FirstLayers = first_layers(model, example.to(device_of(model)))
 
     @property
     def searching(self) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from slimstart.graph import Selection
+from slimstart.graph.readers import LAYERS
+from slimstart.subnet.compact import compact
 
 
 @torch.no_grad()
@@ -26,6 +27,13 @@ def rescale_fan_in_(weights: Mapping[str, Tensor], model: nn.Module, selection: 
     modules = dict(model.named_modules())
     for name, dense in model.named_parameters():
         layer = modules[name.rpartition(".")[0]]
-        if dense.dim() > 1 and name in selection.graph.tensors and isinstance(layer, nn.Linear | _ConvNd):
+        if dense.dim() > 1 and name in selection.graph.tensors and isinstance(layer, LAYERS):
             narrow = selection.shape(name, dense.shape)
             weights[name].mul_((dense.shape[1:].numel() / narrow[1:].numel()) ** 0.5)
+
+
+def compact_fresh(model: nn.Module, selection: Selection) -> nn.Module:
+    """A freshly initialised narrow network from a freshly initialised dense one."""
+    small = compact(model, selection)
+    rescale_fan_in_(dict(small.named_parameters()), model, selection)
+    return small

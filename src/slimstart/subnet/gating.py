@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from slimstart.devices import device_of
 from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph
 from slimstart.graph.readers import Reader, readers
@@ -61,7 +62,7 @@ class Gated(nn.Module):
             self._weights.append((weight, _along(weight, reader.dim), list(owners.values())))
         units = torch.cat([torch.zeros(0, dtype=torch.int64), *(reader.units for reader in found)])
         units = torch.where(units < 0, graph.num_units, units)
-        self.register_buffer("_units", units.to(next(model.parameters()).device), persistent=False)
+        self.register_buffer("_units", units.to(device_of(model)), persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         gates = self.gates()
@@ -126,7 +127,7 @@ def verify_gating(model: nn.Module, graph: ChannelGraph, example_inputs: Any, se
     for tensor in (*twin.parameters(), *twin.buffers()):
         if tensor.dim() == 1 and tensor.is_floating_point():
             tensor.detach().copy_(random_like(tensor))
-    gates = selection.mask.double().to(next(model.parameters()).device)
+    gates = selection.mask.double().to(device_of(model))
     args, kwargs = tree_map_only(Tensor, random_like, as_call(example_inputs))
     with torch.no_grad():
         gated, wanted = (

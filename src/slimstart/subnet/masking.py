@@ -11,6 +11,7 @@ import copy
 import torch
 from torch import Tensor
 
+from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.subnet.compact import tensor_names
 from slimstart.subnet.state_hooks import remove_from
@@ -33,7 +34,7 @@ class MaskedNetwork:
         self.module = copy.deepcopy(model)
         remove_from(self.module)
         self._costs = graph.costs
-        device = next(model.parameters()).device
+        device = device_of(model)
         self._events = graph.costs.events.to(device)
         used = sorted({piece.axis for slices in graph.tensors.values() for piece in slices})
         self._sizes = [graph.axes[axis].numel() for axis in used]
