@@ -139,7 +139,8 @@ def test_every_method_makes_a_recipe(name: str) -> None:
     ("methods", "budgets", "changes", "message"),
     [
         (["magic"], ["flops=0.1"], {}, f"`methods` has 'magic'; there are {', '.join(METHODS)}"),
-        (["narrow:wide"], ["flops=0.1"], {}, "'narrow:wide', but narrow has no variants; slimstart has"),
+        (["random:wide"], ["flops=0.1"], {}, "'random:wide', but random has no variants; slimstart has"),
+        (["l1:front_heavy"], ["flops=0.1"], {}, "'front_heavy', which only the method narrow has"),
         (["slimstart:magic"], ["flops=0.1"], {}, "slimstart:magic in `methods`: `estimator` is 'magic'; .* one of pge"),
         (["slimstart:"], ["flops=0.1"], {}, "`estimator` is ''"),
         (["l1:magic"], ["flops=0.1"], {}, "l1:magic in `methods`: `protocol` is 'magic'; it must be one of original"),

@@ -32,15 +32,20 @@ def watch(policy: EqualWorth, worth: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("values", [(1.0, 1.0, 1.0), (9.0, 1.0, 0.3), (0.2, 5.0, 2.0)])
-def test_it_finds_the_widths_of_least_loss(values):
-    """With the loss a_1 / w_1 + a_2 / w_2 + a_3 / w_3, a unit of group g is worth a_g / w_g^2."""
+@pytest.mark.parametrize("pull", [0, 0.5, 1])
+def test_it_finds_the_widths_of_least_loss(values, pull):
+    """With the loss a_1 / w_1 + a_2 / w_2 + a_3 / w_3, a unit of group g is worth a_g / w_g^2.
+
+    With a pull of 1 it is found from groups that are worth the same, as a whole, however wide they are: a_g / w_g.
+    """
     graph = trace(chain(), torch.zeros(1, 3, 32, 32), "stream")
-    policy = EqualWorth(graph.costs, Flops(0.2), align=1, rounds=30)
+    policy = EqualWorth(graph.costs, Flops(0.2), align=1, rounds=30, pull=pull)
     a = torch.tensor(values, dtype=torch.float64)
     group = graph.costs.unit_group
+    shares = policy._equal_shares.exp()
     while not policy.is_done:
         widths = policy.widths.double()
-        watch(policy, policy.draw()[0] * (a / widths**2)[group])
+        watch(policy, policy.draw()[0] * (a / widths**2 * (widths / shares) ** pull)[group])
         policy.draw()
     found = float((a / policy.widths).sum())
     bound, rank = Flops(0.2).bind(graph.costs), torch.cat([torch.arange(n) for n in (24, 40, 32)])
@@ -164,6 +169,7 @@ def test_errors():
         ({"rounds": 0}, "`rounds` is 0"),
         ({"align": 0}, "`align` is 0"),
         ({"rate": 2.0}, "`rate`"),
+        ({"pull": -1.0}, "`pull`"),
     ):
         with pytest.raises(ValueError, match=message):
             EqualWorth(GRAPH.costs, Flops(0.3), **changes)

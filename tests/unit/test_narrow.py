@@ -5,7 +5,7 @@ import torch
 
 from slimstart import models, trace
 from slimstart.accounting import flops
-from slimstart.baselines import narrow, uniform_mask
+from slimstart.baselines import front_heavy, narrow, uniform_mask
 from slimstart.errors import BudgetError
 from slimstart.structure import Budget, Channels, Flops, Params
 from tests.zoo import ZOO
@@ -61,6 +61,20 @@ def test_an_impossible_budget_is_refused() -> None:
     graph = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16))
     with pytest.raises(BudgetError, match="feasible from"):
         uniform_mask(graph, Flops(1e-5))
+
+
+@pytest.mark.parametrize("align", [1, 8])
+def test_a_front_heavy_network_is_wider_at_its_front_and_fills_the_same_budget(align: int) -> None:
+    graph = trace(models.build("vgg16", num_classes=10), torch.zeros(1, 3, 32, 32))
+    budget, profile = Flops(0.1), front_heavy(graph)
+    bound = budget.bind(graph.costs)
+    masks = [uniform_mask(graph, budget, align, some) for some in (None, profile)]
+    assert all(0.95 * bound.limit < bound.cost(mask) <= bound.limit for mask in masks)
+    even, front = (torch.bincount(graph.costs.unit_group[mask]).double() for mask in masks)
+    ratio = front / even
+    assert float(profile[0] / profile[-1]) == pytest.approx(4)
+    slack = 0.1 if align == 1 else 0.5
+    assert torch.allclose((ratio / ratio[-1]).log(), (profile / profile[-1]).log(), atol=slack)
 
 
 @pytest.mark.slow

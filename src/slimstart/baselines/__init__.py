@@ -9,8 +9,9 @@ everything else, and is the same for all: `slimstart.recipes`. docs/baselines.md
 """
 
 from slimstart.baselines import l1_filter, provable, slimming, soft_filter, thinet
-from slimstart.baselines.narrow import narrow, uniform_mask
-from slimstart.baselines.pruning import PROTOCOLS, Choose, Rounds, Trained
+from slimstart.baselines.narrow import front_heavy, narrow, uniform_mask
+from slimstart.baselines.pruning import PROTOCOLS as PRUNING_PROTOCOLS
+from slimstart.baselines.pruning import Choose, Rounds, Trained
 from slimstart.baselines.random_structure import random_mask, random_structure
 from slimstart.baselines.relaxations import RELAXATIONS
 
@@ -22,15 +23,21 @@ PRUNERS: dict[str, Choose] = {
     "slimming": slimming.choose,
 }
 
+# Ways to use a method, and of those that one method alone has, which one.
+OWN_PROTOCOLS: dict[str, str] = {"folded": "soft", "front_heavy": "narrow"}
+PROTOCOLS = (*PRUNING_PROTOCOLS, *OWN_PROTOCOLS)
+
 # What is left of the network after each of several rounds, where it is not `pruning.even_rounds`.
 ROUNDS: dict[str, Rounds] = {"thinet": thinet.round_fractions}
 
 __all__ = [
+    "OWN_PROTOCOLS",
     "PROTOCOLS",
     "PRUNERS",
     "RELAXATIONS",
     "ROUNDS",
     "Trained",
+    "front_heavy",
     "narrow",
     "random_mask",
     "random_structure",

@@ -1,10 +1,14 @@
 """The hand-narrowed network: every width multiplied by one number, so that the budget is met; then plain training.
 
 What anyone would do without a method. It keeps the first filters of every group, so it has the shape of a network that
-is built narrow by hand, for any model that can be traced.
+is built narrow by hand, for any model that can be traced. In its protocol **front_heavy** the number falls from the
+first group to the last by a factor of four: what someone would do who knows that late layers of such networks are wide
+for nothing.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +19,20 @@ from slimstart.structure import BoundBudget, Budget
 from slimstart.structure.fitting import steps
 from slimstart.subnet import compact_fresh
 
+FRONT_HEAVY = (2.0, 0.5)  # times the common share, of the first group and of the last
 
-def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
+
+def front_heavy(graph: ChannelGraph) -> Tensor:
+    """(G,): factors that fall geometrically from the first group to the last."""
+    first, last = FRONT_HEAVY
+    return torch.logspace(math.log2(first), math.log2(last), len(graph.groups), base=2.0, dtype=torch.float64)
+
+
+def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1, profile: Tensor | None = None) -> Tensor:
     """The mask that keeps the largest equal share of every group that the budget allows.
 
     Args:
+        profile: (G,), by which the shares of groups differ instead.
         align: large groups keep a multiple of so many units (`steps`), because GPUs are slow at others; what rounding
             leaves of the budget is given out to one group after the other.
 
@@ -29,6 +42,7 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     bound: BoundBudget = budget.bind(graph.costs)
     group = graph.costs.unit_group
     sizes = group_sizes(graph)
+    wanted = sizes if profile is None else sizes * profile
     step = steps(sizes, align)
     rank = torch.arange(graph.num_units) - (torch.cumsum(sizes, 0) - sizes)[group]
 
@@ -36,14 +50,14 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
         return rank < torch.minimum(widths, sizes)[group]
 
     def of_share(share: float) -> Tensor:
-        return mask((share * sizes / step).round().clamp(min=1) * step)
+        return mask((share * wanted / step).round().clamp(min=1) * step)
 
     if bound.cost(of_share(0.0)) > bound.limit:  # of one unit per group it is not: that would have been refused
-        return uniform_mask(graph, budget)
+        return uniform_mask(graph, budget, profile=profile)
     found = largest_within(bound, of_share)
     if align > 1:
         widths = torch.bincount(group[found])
-        for narrowest in torch.argsort(widths / sizes, stable=True).tolist():
+        for narrowest in torch.argsort(widths / wanted, stable=True).tolist():
             wider = widths.index_add(0, torch.tensor([narrowest]), step[[narrowest]])
             if bound.cost(mask(wider)) <= bound.limit:
                 widths = torch.minimum(wider, sizes)
@@ -51,6 +65,8 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1) -> Tensor:
     return found
 
 
-def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, align: int = 1) -> nn.Module:
+def narrow(
+    model: nn.Module, graph: ChannelGraph, budget: Budget, align: int = 1, profile: Tensor | None = None
+) -> nn.Module:
     """A freshly initialised narrow network from a freshly initialised dense one; arguments as for `uniform_mask`."""
-    return compact_fresh(model, graph.select(uniform_mask(graph, budget, align)))
+    return compact_fresh(model, graph.select(uniform_mask(graph, budget, align, profile)))

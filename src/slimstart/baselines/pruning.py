@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget
 
-PROTOCOLS = ("original", "uniform", "folded")  # the last: of soft pruning alone
+PROTOCOLS = ("original", "uniform")
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from slimstart import records
-from slimstart.baselines import PRUNERS, RELAXATIONS
+from slimstart.baselines import OWN_PROTOCOLS, PRUNERS, RELAXATIONS
 from slimstart.errors import BudgetError, ConfigError, NonFiniteLossError, TraceError
 from slimstart.recipes import surroundings
 from slimstart.recipes.program import Program
@@ -43,7 +43,7 @@ FAILURES = (BudgetError, NonFiniteLossError, TraceError, MemoryError, torch.OutO
 @dataclass(frozen=True)
 class Contender:
     """A method, and its variant if it is not that of the recipe: an estimator or a policy of slimstart, a protocol of
-    pruning."""
+    another."""
 
     method: str
     variant: str | None = None
@@ -73,10 +73,11 @@ def contender(text: str) -> Contender:
     method, colon, variant = (part.strip() for part in text.partition(":"))
     if method not in METHODS:
         raise ConfigError(f"`methods` has {text!r}; there are {', '.join(METHODS)}")
-    if colon and method != "slimstart" and method not in PRUNERS:
+    with_protocols = tuple(dict.fromkeys((*PRUNERS, *OWN_PROTOCOLS.values())))
+    if colon and method != "slimstart" and method not in with_protocols:
         raise ConfigError(
             f"`methods` has {text!r}, but {method} has no variants; slimstart has (its estimators and policies), "
-            f"and so have {', '.join(PRUNERS)} (their protocols)"
+            f"and so have {', '.join(with_protocols)} (their protocols)"
         )
     return Contender(method, variant if colon else None)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines import PRUNERS, narrow, random_structure
+from slimstart.baselines import PRUNERS, front_heavy, narrow, random_structure
 from slimstart.baselines.relaxations import RELAXATIONS
 from slimstart.engine.wrapping import Wrap
 from slimstart.errors import ConfigError
@@ -60,5 +60,6 @@ def make_method(
     elif recipe.method == "random":
         network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))
     else:
-        network = narrow(model, graph, budget, alignment(recipe, example.device, engine))
+        profile = front_heavy(graph) if recipe.protocol == "front_heavy" else None
+        network = narrow(model, graph, budget, alignment(recipe, example.device, engine), profile)
     return Fixed(recipe, graph, network, example, engine, wrap)

@@ -78,7 +78,8 @@ class Recipe:
     protocol: str = _setting(
         "original",
         "of methods that cut a trained network: original, uniform (one share of every layer in one cut), or, of soft "
-        "alone, folded (filters with their batch norm)",
+        "alone, folded (filters with their batch norm); of narrow: original, front_heavy (shares that fall to a "
+        "quarter)",
     )
     rounds: int = _setting(1, "cuts of such a method, spread over the epochs of fine-tuning")
     penalty: float = _setting(1e-4, "of network slimming, on the scales of batch norm")
@@ -158,7 +159,7 @@ def parse_budget(text: str) -> Budget:
 def _problems(recipe: Recipe) -> Iterator[str]:
     """What is wrong with the fields, all of it."""
     from slimstart import data, models
-    from slimstart.baselines import PROTOCOLS, RELAXATIONS
+    from slimstart.baselines import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
     from slimstart.graph import COUPLINGS
     from slimstart.recipes.schedules import parse_schedule
     from slimstart.structure import ESTIMATORS, POLICIES, SAMPLINGS
@@ -199,8 +200,11 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"`{name}` is {getattr(recipe, name)}; it must be in [0, 1]"
     if recipe.warmup_epochs >= recipe.epochs:
         yield f"`warmup_epochs` is {recipe.warmup_epochs}; it must be less than `epochs`, {recipe.epochs}"
-    if recipe.protocol == "folded" and recipe.method != "soft":
-        yield f"`protocol` is 'folded', which only the method soft has; {recipe.method} has original and uniform"
+    if recipe.method != OWN_PROTOCOLS.get(recipe.protocol, recipe.method):
+        yield (
+            f"`protocol` is {recipe.protocol!r}, which only the method {OWN_PROTOCOLS[recipe.protocol]} has; "
+            f"{recipe.method} has original and uniform"
+        )
     if recipe.rounds > max(1, recipe.finetune_epochs):
         yield (
             f"`rounds` is {recipe.rounds}; each needs an epoch of fine-tuning, and `finetune_epochs` is "

@@ -8,12 +8,20 @@ gradient adds; and only ratios count. So what a unit is worth comes with the bac
 .. math:: v_u = \mathbb{E}\left[ (\partial L / \partial a_u)^2 \right].
 
 With :math:`c_g` the cost of one more unit of group g, the widths are best where :math:`\bar v_g / c_g` is the same for
-all groups: otherwise a unit less here would pay for a better one there. The units of a group are worth less, each, the
-more there are, so it suffices to follow
+all groups: otherwise a unit less here would pay for a better one there. So we follow
 
-.. math:: \log w_g \leftarrow \mathrm{fit}\left( \log w_g + \eta \log (\bar v_g / c_g) \right)
+.. math:: \log w_g \leftarrow \mathrm{fit}\left( \log w_g + \eta \log (\bar v_g / c_g)
+    - \eta p \log (w_g / w^0_g) \right)
 
-from equal shares of all groups, where `fit` moves all log-widths by one number such that the network fills the budget.
+from equal shares :math:`w^0` of all groups, where `fit` moves all log-widths by one number such that the network fills
+the budget.
+
+The last term pulls back to equal shares. Almost every product of a network lies between two groups, so that twice the
+units here and half as many there cost the same; and a group is worth, as a whole, about the same however wide it is, as
+long as a window of training lasts. Then nothing says where to stop: of two neighbours one takes all, and the blocks of
+a residual network waste away beside a wide stream. That units become less useful the more there are shows only at the
+end of the training; the pull puts it in beforehand, as a power p of the width.
+
 Where a group shrinks, the units that are worth least go; where it grows, units come that rested so far. The rate
 :math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself.
 
@@ -36,6 +44,7 @@ from slimstart.structure.fitting import Fit, whole
 ALIGN = 8
 ROUNDS = 16
 RATE = 0.5
+PULL = 1.0
 MOST = 0.35  # by which a log-width may change in one round
 
 
@@ -48,23 +57,33 @@ class EqualWorth:
         align: large groups have multiples of so many units, because GPUs are slow at others.
         rounds: draws until the structure is settled.
         rate: of the first round.
+        pull: the power of its width by which a unit is assumed to be worth less.
     """
 
     num_masks = 1
 
     def __init__(
-        self, table: CostTable, budget: Budget, *, align: int = ALIGN, rounds: int = ROUNDS, rate: float = RATE
+        self,
+        table: CostTable,
+        budget: Budget,
+        *,
+        align: int = ALIGN,
+        rounds: int = ROUNDS,
+        rate: float = RATE,
+        pull: float = PULL,
     ) -> None:
         for name, value in (("align", align), ("rounds", rounds)):
             if value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1")
         if not 0 < rate <= 1:
             raise ValueError(f"`rate` is {rate}; it must be in (0, 1]")
+        if not pull >= 0:
+            raise ValueError(f"`pull` is {pull}; it must not be negative")
         self.budget: BoundBudget = budget.bind(table)
-        self.align, self.rounds, self.rate = align, rounds, rate
+        self.align, self.rounds, self.rate, self.pull = align, rounds, rate, pull
         self._fit = Fit(self.budget, table)
         self._group, self._sizes = self._fit.group, self._fit.sizes
-        self._log_widths = self._fit(self._sizes.double().log()[None])[0]
+        self._equal_shares = self._log_widths = self._fit(self._sizes.double().log()[None])[0]
         self.num_rounds, self._begun = 0, False
         self._held = torch.zeros(len(self._sizes), dtype=torch.bool)
         self._sums = torch.zeros(table.num_units, dtype=torch.float64)  # of squares, since the last draw
@@ -122,7 +141,7 @@ class EqualWorth:
         known = (mean > 0) & ~self._held
         if not bool(known.any()):
             return
-        drive = torch.where(known, (mean / each).log(), 0.0)
+        drive = torch.where(known, (mean / each).log() - self.pull * (self._log_widths - self._equal_shares), 0.0)
         # To the middle of what is spent, whatever a few groups that are worth nothing would like.
         drive = torch.where(known, drive - _median(drive[known], (each * widths)[known]), 0.0)
         rate = self.rate * (1 - self.num_rounds / self.rounds)

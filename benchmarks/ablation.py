@@ -1,0 +1,176 @@
+"""What each ingredient of equal worth adds: the training program as it is, with one piece of the policy replaced.
+
+    python benchmarks/ablation.py --model vgg19 --budget flops=0.1 --data-dir DIR --device cuda \
+        --precision bfloat16 --seeds 3 --out results/ablation-vgg19.json
+
+Accuracy is that of a validation split by default: this is the script by which settings are chosen, and the test images
+have no part in that. Runs that a former call has finished are not repeated (`--runs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import records
+import torch
+from torch import Tensor
+
+from slimstart.recipes.comparison import Trial, carry_out
+from slimstart.recipes.recipe import Recipe
+from slimstart.recipes.surroundings import Place, find_device
+from slimstart.structure import EqualWorth
+from slimstart.structure.equal_worth import ROUNDS
+from slimstart.structure.naming import SEARCH
+
+
+class Frozen(EqualWorth):
+    """Equal shares to the end: what the search starts from."""
+
+    def _learn(self, worth: Tensor) -> None:
+        pass
+
+
+class CostBlind(EqualWorth):
+    """Units that are worth the same, whatever they cost."""
+
+    def _mean_cost(self) -> Tensor:
+        return torch.full_like(super()._mean_cost(), self.budget.dense)
+
+
+class AnyUnit(EqualWorth):
+    """Widths as always; which units leave is left to chance."""
+
+    def _wide(self, preference: Tensor) -> Tensor:
+        chance = torch.rand(len(preference), generator=torch.Generator().manual_seed(self.num_rounds))
+        return super()._wide(torch.where(preference >= 0, chance.double(), preference))
+
+
+class Steady(EqualWorth):
+    """The rate does not fall."""
+
+    def _learn(self, worth: Tensor) -> None:
+        done, self.num_rounds = self.num_rounds, 0
+        super()._learn(worth)
+        self.num_rounds = done
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A policy in the place of `EqualWorth`, and the share of the training in which it searches."""
+
+    policy: Callable[..., EqualWorth] = EqualWorth
+    search: float = SEARCH
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+NARROW = {"method": "narrow"}
+VARIANTS = {
+    "narrow": Variant(recipe=NARROW),
+    "front_heavy": Variant(recipe={**NARROW, "protocol": "front_heavy"}),
+    "random": Variant(recipe={"method": "random"}),
+    "equal_worth": Variant(),
+    "frozen": Variant(Frozen),
+    "cost_blind": Variant(CostBlind),
+    "any_unit": Variant(AnyUnit),
+    "steady": Variant(Steady),
+    **{f"pull={p:g}": Variant(partial(EqualWorth, pull=p)) for p in (0, 0.5, 1, 2, 4)},
+    **{f"rate={r:g}": Variant(partial(EqualWorth, rate=r)) for r in (0.25, 1)},
+    **{f"search={s:g}": Variant(search=s) for s in (0.05, 0.2, 0.4)},
+    "rounds=4": Variant(partial(EqualWorth, rounds=4), search=SEARCH * ROUNDS / 4),
+}
+
+
+def run(name: str, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
+    """One row."""
+    variant = VARIANTS[name]
+    recipe = dataclasses.replace(base, **variant.recipe)
+    if recipe.method == "slimstart" and variant.search != SEARCH:
+        # As many images as CIFAR-10 has: the window is all that is changed.
+        steps = recipe.epochs * ((50_000 - recipe.validation) // recipe.batch_size)
+        recipe = dataclasses.replace(recipe, resample_every=max(1, round(variant.search * steps / ROUNDS)))
+    with patch("slimstart.structure.naming.EqualWorth", variant.policy):
+        outcome = carry_out(Trial(f"{name}-{recipe.budget}-seed{recipe.seed}".replace("=", "-"), recipe), folder, place)
+    record = outcome.record
+    if record is None:
+        return {"variant": name, "budget": recipe.budget, "seed": recipe.seed, "failure": outcome.failure}
+    return {
+        "variant": name,
+        "budget": recipe.budget,
+        "seed": recipe.seed,
+        "accuracy": record.accuracy,
+        "flops_ratio": record.flops_ratio,
+        "train_cost": 1 / record.train_cost_saving,
+        "train_seconds": record.train_seconds,
+        "building_seconds": record.building_seconds,
+        "widths": [layer.width for layer in record.layers],
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Means and spreads, by variant."""
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        for name in dict.fromkeys(row["variant"] for row in rows):
+            found = [row for row in rows if (row["variant"], row["budget"]) == (name, budget) and "accuracy" in row]
+            if found:
+                values = [row["accuracy"] for row in found]
+                spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+                seconds = statistics.mean(row["train_seconds"] for row in found)
+                print(
+                    f"{budget:12s} {name:14s} {statistics.mean(values):.2f}{spread}  {len(values)} seeds {seconds:.1f} s"
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", default="narrow,equal_worth", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--model", default="vgg19")
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--budget", default="flops=0.1", help="one or several, with commas")
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--validation", type=int, default=5000)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--runs", type=Path, default=Path("runs/ablation"))
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
+    rows = []
+    for seed in map(int, args.seeds.split(",")):
+        for budget in args.budget.split(","):
+            for name in args.variants.split(","):
+                base = Recipe(
+                    model=args.model,
+                    data=args.data,
+                    budget=budget,
+                    policy="equal_worth",
+                    epochs=args.epochs,
+                    batch_size=args.batch_size,
+                    validation=args.validation,
+                    precision=args.precision,
+                    eval_every=args.epochs,
+                    seed=seed,
+                )
+                rows.append(run(name, base, args.runs / args.model, place))
+                print(rows[-1], flush=True)
+                settings = {
+                    "model": args.model,
+                    "data": args.data,
+                    "epochs": args.epochs,
+                    "validation": args.validation,
+                }
+                records.write(args.out, "ablation", rows, str(find_device(args.device)), **settings)
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()
