@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
+    settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
     rows = []
     for seed in map(int, args.seeds.split(",")):
         for budget in args.budget.split(","):
