@@ -122,9 +122,8 @@ def show(rows: list[dict[str, Any]]) -> None:
                 values = [row["accuracy"] for row in found]
                 spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
                 seconds = statistics.mean(row["train_seconds"] for row in found)
-                print(
-                    f"{budget:12s} {name:14s} {statistics.mean(values):.2f}{spread}  {len(values)} seeds {seconds:.1f} s"
-                )
+                mean = statistics.mean(values)
+                print(f"{budget:12s} {name:14s} {mean:.2f}{spread}  {len(values)} seeds  {seconds:.1f} s")
 
 
 def main() -> None:
