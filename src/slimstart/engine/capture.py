@@ -42,10 +42,13 @@ class Graphed:
 def capture(function: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
     """Capture what a function would launch; nothing is executed.
 
-    `torch.cuda.graph` would empty the allocator's cache before, which costs more than many a training step.
+    `torch.cuda.graph` would empty the allocator's cache before, which costs more than many a training step; here it is
+    emptied where memory is scarce.
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
+    if _is_scarce():  # what lies in the cache is lost to the pool of a graph
+        torch.cuda.empty_cache()
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast that was cached before would be missing in the graph
     try:
@@ -66,6 +69,14 @@ def capture(function: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGra
     finally:
         torch.set_autocast_cache_enabled(cached)
     return graph
+
+
+def _is_scarce() -> bool:
+    """Whether the allocator holds more in its cache than is left of the device, or of the process's share of it."""
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    left = min(free, round(torch.cuda.get_per_process_memory_fraction() * total) - reserved)
+    return reserved - torch.cuda.memory_allocated() > left
 
 
 _streams: dict[int, torch.cuda.Stream] = {}

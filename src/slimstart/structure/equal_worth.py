@@ -30,6 +30,7 @@ No second network is run, no mask is random, and at every step the network is ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,8 @@ from slimstart.structure.fitting import Fit, whole
 ALIGN = 8
 ROUNDS = 16
 RATE = 0.5
-PULL = 1.0
+PULL = 0.0
+LEAST = 0.5
 MOST = 0.35  # by which a log-width may change in one round
 
 
@@ -58,6 +60,7 @@ class EqualWorth:
         rounds: draws until the structure is settled.
         rate: of the first round.
         pull: the power of its width by which a unit is assumed to be worth less.
+        least: of its equal share that every group keeps.
     """
 
     num_masks = 1
@@ -71,6 +74,7 @@ class EqualWorth:
         rounds: int = ROUNDS,
         rate: float = RATE,
         pull: float = PULL,
+        least: float = LEAST,
     ) -> None:
         for name, value in (("align", align), ("rounds", rounds)):
             if value < 1:
@@ -84,6 +88,7 @@ class EqualWorth:
         self._fit = Fit(self.budget, table)
         self._group, self._sizes = self._fit.group, self._fit.sizes
         self._equal_shares = self._log_widths = self._fit(self._sizes.double().log()[None])[0]
+        self._least = self._equal_shares + math.log(max(least, 1e-9))
         self.num_rounds, self._begun = 0, False
         self._held = torch.zeros(len(self._sizes), dtype=torch.bool)
         self._sums = torch.zeros(table.num_units, dtype=torch.float64)  # of squares, since the last draw
@@ -146,7 +151,7 @@ class EqualWorth:
         drive = torch.where(known, drive - _median(drive[known], (each * widths)[known]), 0.0)
         rate = self.rate * (1 - self.num_rounds / self.rounds)
         wanted = self._log_widths + (rate * drive).clamp(-MOST, MOST)
-        self._log_widths = self._fit(wanted[None], held=~known)[0]
+        self._log_widths = self._fit(wanted[None], ~known, self._least)[0]
 
     def _mean_cost(self) -> Tensor:
         """(G,): what a unit of each group costs, one more where there is one more to be had."""
