@@ -81,7 +81,6 @@ VARIANTS = {
     "any_unit": Variant(AnyUnit),
     "steady": Variant(Steady),
     **{f"pull={p:g}": Variant(partial(EqualWorth, pull=p)) for p in (0, 0.5, 1, 2, 4)},
-    **{f"least={p:g}": Variant(partial(EqualWorth, least=p)) for p in (0, 0.33, 0.5, 0.7)},
     **{f"rate={r:g}": Variant(partial(EqualWorth, rate=r)) for r in (0.25, 1)},
     **{f"search={s:g}": Variant(search=s) for s in (0.05, 0.2, 0.4)},
     "rounds=4": Variant(partial(EqualWorth, rounds=4), search=SEARCH * ROUNDS / 4),

@@ -4,10 +4,13 @@
     python benchmarks/resident.py --tiny --out resident.json
 
 A VGG-19, as wide as makes its dense weights and SGD state four times the memory that the process may use of the GPU, is
-trained at 5 % of its FLOPs, on random images. Then the same without the limit, with the dense model on the GPU. A row
-each: peak memory of the device and what of it is known beforehand (`inventory`), seconds per step over whole windows
-(nothing waits in between), seconds of a draw alone (the device waits before and behind it, and nothing was fetched
-ahead), and bytes that crossed the bus per draw.
+trained at 5 % of its FLOPs, on random images, by each policy. Then the same without the limit, with the dense model on
+the GPU. A row each: peak memory of the device and what of it is known beforehand (`inventory`), seconds per step and
+per draw, and bytes that crossed the bus per draw. A row that runs out of memory says so, and the others go on.
+
+"paper" draws in static slots: steps are timed over whole windows (nothing waits in between), a draw alone (the device
+waits before and behind it, and nothing was fetched ahead). "equal_worth" has other widths after every draw, and the
+step is captured anew: steps are timed within windows, and a draw is all that a window takes beyond its steps.
 """
 
 from __future__ import annotations
@@ -15,25 +18,25 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import records
 import torch
 import torch.nn.functional as F
+from inventory import WORKSPACE, inventory
 from torch import Tensor, nn
 
 import slimstart
 from slimstart import models
-from slimstart.engine.assembly import ALIGN
-from slimstart.structure import BernoulliUnits
-from slimstart.subnet.page_locked import num_bytes
-from slimstart.subnet.resident_slots import shared_out
-from slimstart.subnet.seating import Seating
-from slimstart.subnet.slots import Slots
+from slimstart.structure.equal_worth import ROUNDS
 
+POLICIES = ("paper", "equal_worth")
 PARAMETERS = 20.03e6  # of VGG-19; they grow with the square of its width
+WARMING = 2  # windows
 
 
 def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -43,6 +46,14 @@ def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def width_of(size: float) -> float:
+    """Of a network whose dense weights and SGD state have so many bytes.
+
+    Widths are whole numbers of channels: a little more, so that it is surely enough.
+    """
+    return math.ceil(100 * math.sqrt(size / 8 / PARAMETERS)) / 100 + 0.01
 
 
 def build(width: float, place: str | torch.device) -> nn.Module:
@@ -68,52 +79,10 @@ def _is_scale(model: nn.Module, name: str) -> bool:
     return key == "weight" and isinstance(model.get_submodule(owner), nn.BatchNorm2d)
 
 
-def inventory(model: nn.Module, example: Tensor, budget: float) -> dict[str, int]:
-    """Bytes on the device by kind, without activations and workspaces: in static slots, by SGD with momentum.
-
-    Args:
-        model: dense; on the meta device will do.
-    """
-    graph = slimstart.trace(model, example)
-    policy = BernoulliUnits(graph.costs, slimstart.Flops(budget), sampling="capped")
-    slots = Slots(graph, ALIGN, policy.spread)
-    slots.adjust(graph.costs.at_least_one(policy.draw()), policy.keep_probs)
-    seating = Seating(graph, slots.room, torch.device("cpu"))
-
-    def narrow(name: str, dense: Tensor) -> tuple[str, Tensor, Tensor]:
-        shape = list(dense.shape)
-        for piece in graph.tensors.get(name, ()):
-            shape[piece.dim] = seating.count[piece.axis]
-        return name, dense, torch.empty(shape, dtype=dense.dtype, device="meta")
-
-    parameters = [narrow(*one) for one in model.named_parameters()]
-    buffers = [narrow(*one) for one in model.named_buffers()]
-    cut = [one for one in (*parameters, *buffers, *parameters) if one[0] in graph.tensors]  # the last are momentum
-    ahead, _ = shared_out(cut)
-    whole = [one for one in parameters if one[0] not in graph.tensors]
-
-    def size(tensors: Any) -> int:
-        return sum(one.numel() * one.element_size() for _, _, one in tensors)
-
-    return {
-        "weights": size(parameters) + size(buffers),
-        "gradients": size(parameters),
-        "momentum": size(parameters),
-        "reference": size(parameters) + size(buffers) - size(whole),  # which are shared
-        "occupied": sum(one.numel() for _, _, one in parameters),
-        "ahead": size(ahead),
-        "scratch": max(num_bytes(one) for _, _, one in cut),
-    }
-
-
-def measure(home: str | None, width: float, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Train for some windows; the first two are not timed."""
-    known = None
-    if home is not None:
-        with torch.device("meta"):
-            shapes = models.build("vgg19", num_classes=10, width=width)
-        known = inventory(shapes, torch.zeros(1, 3, 32, 32, device="meta"), args.budget)
-        print(f"known beforehand: {known}, {sum(known.values()) / 2**30:.2f} GiB", flush=True)
+def measure(
+    policy: str, home: str | None, known: dict[str, int], width: float, args: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """Train for some windows; the first are not timed."""
     torch.manual_seed(0)
     began = time.perf_counter()
     model = build(width, home or device)
@@ -129,6 +98,7 @@ def measure(home: str | None, width: float, args: argparse.Namespace, device: to
         images[:1],
         slimstart.Flops(args.budget),
         resample_every=args.resample_every,
+        policy=policy,
         max_grad_norm=1.0,
         engine=args.engine,
         full_model_device=home,
@@ -139,28 +109,38 @@ def measure(home: str | None, width: float, args: argparse.Namespace, device: to
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
-    def window(number: int) -> float:
+    def run(steps: int) -> float:
         synchronise(device)
         start = time.perf_counter()
-        for _ in range(number * args.resample_every):
+        for _ in range(steps):
             sparse.step(loss_fn, images, labels)
         synchronise(device)
         return time.perf_counter() - start
 
-    warming = window(2)
-    before, building = sparse.traffic, sparse.building_seconds
-    seconds = window(args.windows)
-    rebuilding, after = sparse.building_seconds - building, sparse.traffic
-    draws = []
-    for _ in range(5):
+    def draw() -> float:
         synchronise(device)
         start = time.perf_counter()
         sparse.resample()
         synchronise(device)
-        draws.append(time.perf_counter() - start)
-    steps = args.windows * args.resample_every
+        return time.perf_counter() - start
+
+    every = args.resample_every
+    warming = run(WARMING * every)
+    before, building = sparse.traffic, sparse.building_seconds
+    if policy == "paper":
+        seconds = run(args.windows * every)
+        rebuilding, after = sparse.building_seconds - building, sparse.traffic
+        step_s = (seconds - rebuilding) / (args.windows * every)
+        draw_s = min(draw() for _ in range(5))
+    else:
+        windows = [(run(1), run(every - 2), run(1)) for _ in range(args.windows)]  # captured, held, drawn
+        after = sparse.traffic
+        step_s = sum(held for _, held, _ in windows) / (args.windows * (every - 2))
+        beyond = [captured + drawn - 2 * step_s for captured, _, drawn in windows]
+        rebuilding, draw_s = sum(beyond), min(beyond)
     parameters = sum(p.numel() for p in model.parameters())
-    row = {
+    return {
+        "policy": policy,
         "full_model_device": home or str(device),
         "engine": sparse.engine,
         "reason": sparse.reason,
@@ -169,27 +149,78 @@ def measure(home: str | None, width: float, args: argparse.Namespace, device: to
         "dense_bytes": 8 * parameters,
         "narrow_parameters": sum(p.numel() for p in sparse.net.parameters()),
         "known_bytes": known,
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "step_s": (seconds - rebuilding) / steps,
+        **taken(device),
+        "step_s": step_s,
         "rebuilding_s": rebuilding,
-        "draw_s": min(draws),
-        "draw_share": min(draws) / (min(draws) + args.resample_every * (seconds - rebuilding) / steps),
+        "draw_s": draw_s,
+        "draw_share": draw_s / (draw_s + every * step_s),
         "up_bytes_per_draw": (after.up - before.up) / args.windows,
         "down_bytes_per_draw": (after.down - before.down) / args.windows,
         "making_s": made - began,
         "construction_s": constructed - made,
         "warming_s": warming,
     }
+
+
+def row_of(
+    policy: str, home: str | None, known: dict[str, int], width: float, args: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """What was measured; or that there was too little memory, and who had it by then."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        row = measure(policy, home, known, width, args, device)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        row = {
+            "policy": policy,
+            "full_model_device": home or str(device),
+            "width": width,
+            "known_bytes": known,
+            **taken(device),
+            "out_of_memory": str(error),
+        }
     print(row, flush=True)
     return row
 
 
+def taken(device: torch.device) -> dict[str, Any]:
+    """Bytes of the device that tensors have, the most that they had, and the most that PyTorch had taken for them.
+
+    And the tensors that have most, those of one size together: {"bytes": of one, "count", "in_graphs"}.
+    """
+    if device.type != "cuda":
+        return {}
+    found = Counter(
+        (block["requested_size"], any(segment["segment_pool_id"]))
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    )
+    most = sorted(found.items(), key=lambda one: -one[0][0] * one[1])[:20]
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(device),
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "largest": [{"bytes": size, "count": count, "in_graphs": graphs} for (size, graphs), count in most],
+    }
+
+
+def slowdown(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """By policy: by how much a step takes longer with the dense model on the host, where both were measured."""
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        if "step_s" in row:
+            times.setdefault(row["policy"], []).append(row["step_s"])
+    return {policy: both[0] / both[1] - 1 for policy, both in times.items() if len(both) == 2}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=1.5, help="GiB of the GPU that the process may use")
+    parser.add_argument("--limit", type=float, default=4.0, help="GiB of the GPU that the process may use")
     parser.add_argument("--times", type=float, default=4.0, help="dense weights and state, in limits")
     parser.add_argument("--width", type=float, help="instead of what follows from the two")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--policy", choices=POLICIES, help="instead of one after the other")
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--budget", type=float, default=0.05)
     parser.add_argument("--resample-every", type=int, default=50)
     parser.add_argument("--windows", type=int, default=8)
@@ -204,24 +235,36 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     if args.tiny:
-        args.width, args.batch_size, args.resample_every, args.windows = 0.125, 4, 2, 2
+        args.width, args.batch_size, args.resample_every, args.windows = 0.125, 4, 3, 2
+    policies = POLICIES if args.policy is None else (args.policy,)
+    most = ROUNDS - 1 - WARMING
+    if "equal_worth" in policies and not (args.windows <= most and args.resample_every >= 3):
+        parser.error(
+            f"--windows is {args.windows} and --resample-every {args.resample_every}; equal_worth settles after "
+            f"{ROUNDS} draws, and its steps are timed between a first and a last one: at most {most}, and at least 3"
+        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)  # read when the GPU is first used
     device = torch.device(args.device)
     limit = args.limit * 2**30
-    # Widths are whole numbers of channels: a little more, so that it is surely enough.
-    width = args.width or math.ceil(100 * math.sqrt(args.times * limit / 8 / PARAMETERS)) / 100 + 0.01
+    width = args.width or width_of(args.times * limit)
+    with torch.device("meta"):
+        shapes = models.build("vgg19", num_classes=10, width=width)
+        images = torch.zeros(args.batch_size, 3, 32, 32)
+    known = {policy: inventory(shapes, images, args.budget, policy) for policy in policies}
+    for policy, kinds in known.items():
+        print(f"{policy}, known beforehand: {kinds}, {sum(kinds.values()) / 2**30:.2f} GiB", flush=True)
     rows = []
-    if device.type == "cuda":
-        index = torch.cuda.current_device()
-        total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(limit / total, index)
-    rows.append(measure("cpu", width, args, device))
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0, index)
-    rows.append(measure(None, width, args, device))
-    slower = rows[0]["step_s"] / rows[1]["step_s"] - 1
-    print(f"with the dense model on the host, a step takes {slower:.1%} longer", flush=True)
+    for home in ("cpu", None):
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(1.0 if home is None else limit / total, device)
+        for policy in policies:
+            rows.append(row_of(policy, home, known[policy], width, args, device))
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    slower = slowdown(rows)
+    print(f"with the dense model on the host, a step takes longer by {slower}", flush=True)
     if args.out:
         settings = {key: value for key, value in vars(args).items() if key not in ("out", "device")}
         records.write(args.out, "resident", rows, device=args.device, **settings, slower=slower)

@@ -80,7 +80,7 @@ def sparse_training(ranks: Ranks, norm: str, **settings: Any) -> dict[str, Any]:
             model.head.weight.data.zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrap = data_parallel if ranks.size > 1 else None
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, **settings)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, **{"policy": "paper", **settings})
     found: dict[str, Any] = {"losses": [], "masks": []}
     for batch in batches(ranks):
         found["masks"].append(sparse.mask)
@@ -110,7 +110,7 @@ def own_loop(ranks: Ranks) -> dict[str, Any]:
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrap = DistributedDataParallel if ranks.size > 1 else None
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, resample_every=2)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, resample_every=2, policy="paper")
     wrappers = []
     for images, labels in [batch for number, batch in enumerate(batches(ranks)) if number % 3 < 2]:
         net = sparse.net
@@ -147,7 +147,9 @@ def per_rank_batch_norm(ranks: Ranks) -> dict[str, Any]:
     """Statistics of each rank's own examples: what is kept of them is alike on all ranks."""
     model = network("batch")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(1.0), wrap=data_parallel, sampling="bernoulli")
+    sparse = SparseTraining(
+        model, optimizer, EXAMPLE, Flops(1.0), wrap=data_parallel, sampling="bernoulli", policy="paper"
+    )
     images, labels = batches(ranks)[0]
     stem = model.stem(images).detach()
     sparse.step(cross_entropy, images, labels)
@@ -215,13 +217,15 @@ def spread_references(ranks: Ranks) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"wrap": data_parallel, "spread_references": True}
     estimator = leave_one_out_of(1 + 2 * ranks.size)
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), estimator=estimator, **settings)
+    sparse = SparseTraining(
+        model, optimizer, EXAMPLE, Flops(0.4), estimator=estimator, **{"policy": "paper", **settings}
+    )
     num_references = len(list(sparse.references()))
     losses = [sparse.step(cross_entropy, *batch) for batch in batches(ranks)]
     try:
         model = network("none")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), **settings)
+        SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), **{"policy": "paper", **settings})
         refused = ""
     except ValueError as error:
         refused = str(error)
@@ -244,7 +248,7 @@ def traffic(ranks: Ranks) -> dict[str, Any]:
 
     model = network("batch")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.3), wrap=counted)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.3), wrap=counted, policy="paper")
     said, counts = [], []
     for batch in batches(ranks, 4):
         said.append(sparse.gradient_bytes)
@@ -259,7 +263,9 @@ def out_of_step(ranks: Ranks, what: str, **settings: Any) -> str:
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seed = ranks.rank if what == "seed" else 0
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, seed=seed, **settings)
+    sparse = SparseTraining(
+        model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, seed=seed, **{"policy": "paper", **settings}
+    )
     for number, batch in enumerate(batches(ranks, 3)):
         if number == 1 and ranks.rank == 1:
             sparse.net.module.head.bias.data.add_(1)
@@ -277,7 +283,7 @@ def out_of_reach(ranks: Ranks) -> str:
     """A group that exchanges tensors on GPUs alone, and a dense model on the host."""
     model = synchronise_batch_norm(network("batch"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, full_model_device="cpu")
+    SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, full_model_device="cpu", policy="paper")
     return "reached"
 
 
@@ -295,7 +301,7 @@ def lost(ranks: Ranks, how: int) -> tuple[str, float]:
     """The last rank is killed, or stops answering; the others train on, and must find out."""
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, policy="paper")
     began = time.monotonic()
     for number, batch in enumerate(batches(ranks) * 10):
         if number == 3 and ranks.rank == ranks.size - 1:

@@ -49,7 +49,7 @@ def small(device: str, optimizer: str = "sgd", dtype: torch.dtype = torch.float6
     model = models.build("resnet20", num_classes=10, width=0.5).to(device, dtype)
     example = torch.zeros(1, 3, 16, 16, device=device, dtype=dtype)
     settings = {"budget": Flops(0.4), "engine": "graphs", **settings}
-    return SparseTraining(model, OPTIMIZERS[optimizer](model.parameters()), example, **settings)
+    return SparseTraining(model, OPTIMIZERS[optimizer](model.parameters()), example, **{"policy": "paper", **settings})
 
 
 def captures(sparse: SparseTraining) -> int:
@@ -78,6 +78,7 @@ def trained(device: str, name: str, coupling: str, engine: str, resample_every: 
         coupling,
         resample_every=resample_every,
         engine=engine,
+        policy="paper",
     )
     assert sparse.engine == engine
     losses = [sparse.step(loss_fn, *batch) for batch in data]

@@ -1,13 +1,14 @@
-"""SparseTraining: the paper's Algorithm 1 as an object in the user's own loop.
+"""SparseTraining: training that is narrow from step one, as an object in the user's own loop.
 
     sparse = SparseTraining(model, optimizer, example_inputs, budget=Flops(0.10))
     for images, labels in loader:
         loss = sparse.step(loss_fn, images, labels)
     small = sparse.finish(loader, loss_fn)
 
-`step` is Algorithm 1: two forwards and one backward on narrow tensors, then both updates. Everything it does can also
-be done by hand with the verbs below it (`net`, `reference`, `update`, ...), for loops with a gradient scaler, clipping
-or accumulation. What is learned sits behind `slimstart.structure.Policy`; how tensors move, in `slimstart.subnet`.
+`step` is a training step on narrow tensors; in the paper's Algorithm 1 with a second forward. Everything it does can
+also be done by hand with the verbs below it (`net`, `reference`, `update`, ...), for loops with a gradient scaler,
+clipping or accumulation. What is learned sits behind `slimstart.structure.Policy`; how tensors move, in
+`slimstart.subnet`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ from slimstart.subnet.state_hooks import keep_dense
 class SparseTraining:
     """Train a model narrow from the first step.
 
-    The dense `model` keeps all weights; each step runs only on `net`, a physically small network drawn from the
-    keep-probabilities, and the user's optimizer updates that one. The model's and the optimizer's own `state_dict` are
+    The dense `model` keeps all weights; each step runs only on `net`, a physically small network that the policy has
+    chosen, and the user's optimizer updates that one. The model's and the optimizer's own `state_dict` are
     dense and up to date whenever they are asked for.
 
     Args:
@@ -65,20 +66,21 @@ class SparseTraining:
         budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
         coupling: "filter" (the paper) or "stream"; see `slimstart.trace`. "stream" for
             "equal_worth", which needs it; for others "filter" by default.
-        estimator: of the gradient of s: "vr_pge" (the paper), "pge", "vr_pge_symmetric", "leave_one_out".
-        alpha: exponent of the preconditioner H; the paper: 1/2.
+        estimator: of the paper's policy, as the next three. Of the gradient of s: "vr_pge" (the paper, and the
+            default), "pge", "vr_pge_symmetric", "leave_one_out".
+        alpha: exponent of the preconditioner H; the paper's, and the default, is 1/2.
         sampling: "bernoulli" (the paper), or "capped": a group of units that comes out much larger than expected is
             drawn again, so that networks need less room; for estimators that compare losses, where it is the default.
-        structure_lr: Adam's learning rate for s; the paper: 12e-3.
+        structure_lr: Adam's learning rate for s; the paper's, and the default, is 12e-3.
         resample_every: steps for which a sub-network is held. Of the paper's policy only the first of them updates s:
             after it the weights have been trained for this mask, and the two losses no longer compare. By default 1;
             for "equal_worth" such that the search takes a tenth of `total_steps`, or 50 where these are not known.
         align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
             with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1. For
             "equal_worth", which pads nothing: large groups have multiples of so many units; 8 by default.
-        total_steps: of the search; if given, `structure_lr` falls to 0 over them along a cosine. For "equal_worth", of
-            the whole training.
-        seed: of the masks.
+        total_steps: of the whole training. For the paper's policy, of the search: `structure_lr` falls to 0 over them
+            along a cosine.
+        seed: of the masks of the paper's policy.
         engine: "eager", "graphs" (CUDA graphs), or "auto": graphs where the model is on a GPU and the optimizer allows
             it. Both give the same results.
         max_grad_norm: `step` clips the norm of all gradients together at this.
@@ -92,9 +94,9 @@ class SparseTraining:
         full_model_device: "cpu" for a model that is larger than the device it is trained on. The dense model and its
             optimizer state stay on the CPU, where they must be already; narrow networks are on the device of
             `example_inputs`, and at a draw only what changes is exchanged (`traffic`).
-        policy: what learns the structure. "paper": Algorithm 1. "equal_worth": widths, from the gradients of ordinary
-            steps (`slimstart.structure.EqualWorth`); `estimator`, `alpha`, `structure_lr`, `sampling` and `seed` mean
-            nothing to it. Or one of your own, called with the graph's cost table; `budget` means nothing then, either.
+        policy: what learns the structure. "equal_worth": widths, from the gradients of ordinary steps
+            (`slimstart.structure.EqualWorth`). "paper": Algorithm 1. Or one of your own, called with the graph's cost
+            table; no setting of the others means anything to it then.
         fresh: for "equal_worth": the model has just been initialised, so its weights are scaled to the fan-in of the
             network that it starts with, as if that had been initialised by itself. False for a model that has learned.
 
@@ -111,9 +113,9 @@ class SparseTraining:
         example_inputs: Any,
         budget: Budget | None = None,
         coupling: str | None = None,
-        estimator: str | Estimator = "vr_pge",
-        alpha: float = 0.5,
-        structure_lr: float = 12e-3,
+        estimator: str | Estimator | None = None,
+        alpha: float | None = None,
+        structure_lr: float | None = None,
         resample_every: int | None = None,
         align: int | None = None,
         total_steps: int | None = None,
@@ -124,7 +126,7 @@ class SparseTraining:
         scaler: GradScaler | None = None,
         sampling: str | None = None,
         keep: Iterable[str] = (),
-        policy: str | Callable[..., Policy] = "paper",
+        policy: str | Callable[..., Policy] = "equal_worth",
         fresh: bool = True,
         wrap: Wrap | None = None,
         spread_references: bool = False,
@@ -159,11 +161,11 @@ class SparseTraining:
                 budget,
                 estimator=estimator,
                 alpha=alpha,
-                lr=structure_lr,
+                structure_lr=structure_lr,
+                sampling=sampling,
                 total_steps=total_steps,
                 resample_every=resample_every,
                 seed=seed,
-                sampling=sampling,
                 align=align,
             )
         if name == "equal_worth" and fresh:
@@ -201,17 +203,17 @@ class SparseTraining:
             self._networks.reload()
             self._check_ranks("at the start")
 
-    # --- Algorithm 1 -------------------------------------------------------------------------------------------------
+    # --- a step -------------------------------------------------------------------------------------------------------
 
     def step(self, loss_fn: LossFunction, *batch: Any, count: float | None = None) -> Tensor:
-        """One step of Algorithm 1; returns the detached loss, of several ranks their mean.
+        """One step of training; returns the detached loss, of several ranks their mean.
 
         Args:
             count: of examples that the loss is a mean over, where ranks may have more or fewer; by default, the length
                 of the first tensor of the batch.
-            loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because two of them see
-                the same batch. In CUDA graphs Python runs only while a step is captured: what may change from step to
-                step must be a tensor in the batch.
+            loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because that changes, and
+                because in Algorithm 1 two of them see the same batch. In CUDA graphs Python runs only while a step is
+                captured: what may change from step to step must be a tensor in the batch.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the

@@ -206,7 +206,9 @@ def test_a_middle_that_is_never_reached_is_said(monkeypatch: pytest.MonkeyPatch)
 
 def search() -> SparseTraining:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    return SparseTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(1, 3, 8, 8), Flops(0.5))
+    return SparseTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(1, 3, 8, 8), Flops(0.5), policy="paper"
+    )
 
 
 def test_the_middle_of_a_run(taken: list[Any], tmp_path: Path) -> None:

@@ -63,7 +63,12 @@ def training(
     model = Residual() if model is None else model
     options = {"budget": Flops(0.4), "resample_every": 4, "total_steps": 40, **options}
     return SparseTraining(
-        model, OPTIMIZERS[optimizer](model), torch.zeros(2, 3, 6, 6), coupling=coupling, seed=seed, **options
+        model,
+        OPTIMIZERS[optimizer](model),
+        torch.zeros(2, 3, 6, 6),
+        coupling=coupling,
+        seed=seed,
+        **{"policy": "paper", **options},
     )
 
 
@@ -389,7 +394,7 @@ def test_the_state_of_another_split_in_groups(differences: Any) -> None:
     model = Residual()
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1, momentum=0.9)
-    other = SparseTraining(model, optimizer, torch.zeros(2, 3, 6, 6), Flops(0.4))
+    other = SparseTraining(model, optimizer, torch.zeros(2, 3, 6, 6), Flops(0.4), policy="paper")
     refused(sparse, other.state_dict(), differences, match="groups")
 
 

@@ -212,7 +212,9 @@ def test_a_wrapper_is_made_anew_only_for_other_parameters(differences: Callable[
     def trained(**settings: Any) -> tuple[SparseTraining, dict[str, Any]]:
         model = cases.network("batch")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        sparse = SparseTraining(model, optimizer, cases.EXAMPLE, slimstart.Flops(0.4), resample_every=3, **settings)
+        sparse = SparseTraining(
+            model, optimizer, cases.EXAMPLE, slimstart.Flops(0.4), resample_every=3, **{"policy": "paper", **settings}
+        )
         for batch in cases.batches(ALONE, 6):
             sparse.step(cases.cross_entropy, *batch)
         return sparse, sparse.state_dict()

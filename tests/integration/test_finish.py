@@ -36,7 +36,7 @@ def trained(name: str, num_steps: int = 4) -> SparseTraining:
     torch.manual_seed(0)
     model = shake(ZOO[name].factory())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sparse = SparseTraining(model, optimizer, torch.zeros(1, 3, 16, 16), Flops(0.4))
+    sparse = SparseTraining(model, optimizer, torch.zeros(1, 3, 16, 16), Flops(0.4), policy="paper")
     for batch in batches(num_steps):
         sparse.step(loss_fn, *batch)
     return sparse
@@ -530,7 +530,7 @@ def test_the_cost_table_agrees_with_the_count() -> None:
     """What the budget calls FLOPs is what the finished network is counted to do."""
     model = ZOO["resnet_basic"].factory()
     example = torch.zeros(1, 3, 16, 16)
-    sparse = SparseTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), example, Channels(0.5))
+    sparse = SparseTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), example, Channels(0.5), policy="paper")
     for mask in torch.rand(3, sparse.graph.num_units) < 0.5:
         narrow = slimstart.compact(model, sparse.graph.select(mask))
         assert slimstart.flops(narrow, example) == Flops(1.0).bind(sparse.graph.costs).cost(mask)

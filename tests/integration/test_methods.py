@@ -43,7 +43,9 @@ TINY = Recipe(
 )
 # 28 x 28 with stride 4, then 2: 7 x 7 and 4 x 4; 8 and 16 filters.
 DENSE = 9 * 8 * 49 + 9 * 8 * 16 * 16 + 160
-RELAXED = [{"method": "slimstart", "estimator": name} for name in RELAXATIONS] + [{"method": "grow-efficient"}]
+RELAXED = [{"method": "slimstart", "policy": "paper", "estimator": name} for name in RELAXATIONS] + [
+    {"method": "grow-efficient"}
+]
 PRUNED = [{"method": name} for name in ("l1", "soft", "thinet", "provable", "slimming")]
 
 
@@ -107,14 +109,14 @@ def made(steps_per_epoch: int = STEPS, **settings: Any) -> Method:
 
 STOPPED = [
     {"method": "l1"},
-    {"method": "slimstart", "estimator": "ste"},
+    {"method": "slimstart", "policy": "paper", "estimator": "ste"},
     *(
         pytest.param(settings, marks=pytest.mark.slow)
         for settings in (
             *({"method": name} for name in ("soft", "slimming", "provable", "random", "grow-efficient")),
             *({"method": name, "rounds": 2} for name in ("l1", "slimming", "thinet", "provable")),
             {"method": "slimstart", "policy": "equal_worth"},
-            *({"method": "slimstart", "estimator": name} for name in RELAXATIONS if name != "ste"),
+            *({"method": "slimstart", "policy": "paper", "estimator": name} for name in RELAXATIONS if name != "ste"),
             *({"method": name, "finetune_epochs": 0} for name in ("soft", "slimming", "grow-efficient")),
             {"method": "grow-efficient", "epochs": 2, "settle_at": 0.5},
             {"method": "l1", "protocol": "uniform"},
@@ -360,7 +362,7 @@ def test_a_snapshot_of_a_search_leaves_it_alone(
 
 
 def test_progress_is_that_of_the_search() -> None:
-    method, data = made(method="slimstart", estimator="gumbel", epochs=4, settle_at=0.5), batches(STEPS)
+    method, data = made(method="slimstart", policy="paper", estimator="gumbel", epochs=4, settle_at=0.5), batches(STEPS)
     assert isinstance(method, Relaxed)
     temperatures = []
     for epoch in range(2):
@@ -376,7 +378,7 @@ def test_progress_is_that_of_the_search() -> None:
 
 @pytest.mark.parametrize("estimator", ["ste", "soft_threshold"])
 def test_a_search_with_gates_executes_the_dense_network(tmp_path: Path, estimator: str) -> None:
-    record = trained(tmp_path / "run", method="slimstart", estimator=estimator, settle_at=0.5, epochs=4)
+    record = trained(tmp_path / "run", method="slimstart", policy="paper", estimator=estimator, settle_at=0.5, epochs=4)
     assert [epoch.phase for epoch in record.history] == ["search"] * 2 + ["train"] * 2 + ["finetune"] * 2
     a, b = widths(record)
     dense, small = STEPS * step_flops(8, 16), STEPS * step_flops(a, b)

@@ -23,7 +23,15 @@ from slimstart.subnet import ResidentNetworks
 
 OWN = "tests.tiny_networks:with_dropout"
 TINY = Recipe(
-    model=OWN, budget="flops=0.4", epochs=3, batch_size=1000, lr=0.05, settle_at=0.67, finetune_epochs=1, num_masks=2
+    model=OWN,
+    policy="paper",
+    budget="flops=0.4",
+    epochs=3,
+    batch_size=1000,
+    lr=0.05,
+    settle_at=0.67,
+    finetune_epochs=1,
+    num_masks=2,
 )
 QUICK = Place(device="cpu", checkpoint_seconds=0.0, timing_rounds=0)
 SELDOM = dataclasses.replace(QUICK, checkpoint_seconds=1e9)

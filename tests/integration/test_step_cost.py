@@ -81,7 +81,7 @@ def test_one_step_costs_four_narrow_forwards() -> None:
     model = LARGE["vgg19_bn"].factory()
     images, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    sparse = SparseTraining(model, optimizer, images[:2], Channels(0.25))
+    sparse = SparseTraining(model, optimizer, images[:2], Channels(0.25), policy="paper")
     sparse.step(loss_fn, images, labels)  # the dense momentum is made here, once
 
     with torch.no_grad():

@@ -38,7 +38,9 @@ from slimstart.subnet import compact
 from tests.integration.test_program import OWN, QUICK, SELDOM, outcome, started
 from tests.reference import all_masks, mask_probability
 
-TINY = Recipe(model=OWN, budget="flops=0.4", epochs=2, batch_size=1000, lr=0.05, num_masks=2, eval_every=2)
+TINY = Recipe(
+    model=OWN, policy="paper", budget="flops=0.4", epochs=2, batch_size=1000, lr=0.05, num_masks=2, eval_every=2
+)
 FLIP = FlipSettings(every=1, batches=4, draws=2, channels=1)
 S = torch.tensor([0.3, 1.0, 0.6, 0.0, 0.8, 0.5], dtype=torch.float64)  # two units of six are decided
 FREE = [0, 2, 4, 5]
@@ -55,7 +57,7 @@ def six_units(num_classes: int, in_channels: int) -> nn.Module:
 @pytest.fixture
 def search() -> Search:
     """A search in its middle, on a network of six units."""
-    recipe = Recipe(model=OWN, budget="channels=1.0", seed=3)
+    recipe = Recipe(model=OWN, policy="paper", budget="channels=1.0", seed=3)
     found = Search(recipe, six_units(4, 1), torch.zeros(1, 1, 9, 9), steps_per_epoch=10)
     found.sparse.policy.load_state_dict(found.sparse.policy.state_dict() | {"keep_probs": S})
     torch.testing.assert_close(found.keep_probs, S, rtol=0, atol=0)
@@ -134,7 +136,7 @@ def test_losses_are_those_of_narrow_networks_and_leave_no_trace(search: Search, 
 
 def test_what_else_is_random_is_the_same_for_all_masks(batch: Batch) -> None:
     model = nn.Sequential(six_units(4, 1), nn.Dropout(0.5), nn.Linear(4, 4))
-    search = Search(Recipe(budget="channels=1.0"), model, torch.zeros(1, 1, 9, 9), steps_per_epoch=10)
+    search = Search(Recipe(policy="paper", budget="channels=1.0"), model, torch.zeros(1, 1, 9, 9), steps_per_epoch=10)
     losses, same = MaskedLosses(search), torch.ones(3, 10, dtype=torch.bool)[:, : search.graph.num_units]
     found = losses(same, batch, seed=0)
     assert found[0] == found[1] == found[2] != losses(same, batch, seed=1)[0]
@@ -177,7 +179,9 @@ def test_on_a_gpu_captured_forwards_give_the_same_losses(batch: Batch) -> None:
     for engine in ("eager", "graphs"):
         torch.manual_seed(0)
         model = six_units(4, 1).cuda()
-        search = Search(Recipe(budget="channels=1.0"), model, torch.zeros(1, 1, 9, 9).cuda(), 10, engine)
+        search = Search(
+            Recipe(policy="paper", budget="channels=1.0"), model, torch.zeros(1, 1, 9, 9).cuda(), 10, engine
+        )
         losses = MaskedLosses(search)
         found += [losses(masks, on_gpu, seed=0), losses(masks.flip(0), on_gpu, seed=0).flip(0)]
     for other in found[1:]:

@@ -89,7 +89,7 @@ def start(model: nn.Module | None = None, make_optimizer: Any = sgd, **options: 
         torch.manual_seed(0)
         model = Net()
     options = {"budget": Channels(0.5), **options}
-    return SparseTraining(model, make_optimizer(model), bars(1, 0)[0], **options)
+    return SparseTraining(model, make_optimizer(model), bars(1, 0)[0], **{"policy": "paper", **options})
 
 
 def everything(sparse: SparseTraining) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_the_quickstart_loop_learns_within_its_budget(budget: Budget) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     images, labels = bars(1, 0)
-    sparse = SparseTraining(model, optimizer, example_inputs=images, budget=budget)
+    sparse = SparseTraining(model, optimizer, example_inputs=images, budget=budget, policy="paper")
     filters = sparse.graph.costs.unit_filters
     num_filters = 16 + 24 + 32
     assert int(filters.sum()) == num_filters
@@ -192,7 +192,7 @@ def test_learns_real_images() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     epochs, size = 4, 100
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(images) // size)
-    sparse = SparseTraining(model, optimizer, images[:1], Flops(0.25))
+    sparse = SparseTraining(model, optimizer, images[:1], Flops(0.25), policy="paper")
     for epoch in range(epochs):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
         for index in order.split(size):
@@ -231,7 +231,7 @@ def test_construction_leaves_no_trace() -> None:
     """Neither the global generator nor the model's tensors are touched by tracing and proving."""
     model = Net(dropout=0.5)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    SparseTraining(model, sgd(model), bars(2, 0)[0], Channels(0.5))
+    SparseTraining(model, sgd(model), bars(2, 0)[0], Channels(0.5), policy="paper")
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(module.training for module in model.modules())
@@ -447,7 +447,7 @@ def test_schedulers_and_parameter_groups_survive() -> None:
     )
     groups = list(optimizer.param_groups)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
-    sparse = SparseTraining(model, optimizer, bars(1, 0)[0], Channels(0.5))
+    sparse = SparseTraining(model, optimizer, bars(1, 0)[0], Channels(0.5), policy="paper")
     for step, batch in enumerate(batches(5)):
         assert [g["lr"] for g in optimizer.param_groups] == pytest.approx(
             [0.1 ** (step // 2), 0.5 * 0.1 ** (step // 2)]
@@ -470,7 +470,9 @@ def test_parameters_that_the_optimizer_has_not_stay_as_they_are() -> None:
     trained = [*model.features[6].parameters(), *model.head.parameters()]
     names = {name for name, p in model.named_parameters() if any(p is one for one in trained)}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    sparse = SparseTraining(model, torch.optim.SGD(trained, lr=0.1, momentum=0.9), bars(1, 0)[0], Channels(0.5))
+    sparse = SparseTraining(
+        model, torch.optim.SGD(trained, lr=0.1, momentum=0.9), bars(1, 0)[0], Channels(0.5), policy="paper"
+    )
     for batch in batches(4):
         sparse.step(loss_fn, *batch)
     assert {name for name, p in model.named_parameters() if not torch.equal(p, before[name])} == names
@@ -528,7 +530,7 @@ def test_gradient_accumulation() -> None:
 
     def training() -> SparseTraining:
         model = plain()
-        return SparseTraining(model, sgd(model), bars(1, 0)[0].double(), Channels(0.5))
+        return SparseTraining(model, sgd(model), bars(1, 0)[0].double(), Channels(0.5), policy="paper")
 
     whole, halves = training(), training()
     for images, labels in batches(3):
@@ -912,7 +914,7 @@ def test_a_snapshot_after_settling_is_the_settled_network() -> None:
 def test_no_budget() -> None:
     model = Net()
     with pytest.raises(ValueError, match="`budget`"):
-        SparseTraining(model, sgd(model), bars(1, 0)[0])
+        SparseTraining(model, sgd(model), bars(1, 0)[0], policy="paper")
 
 
 def test_budget_and_policy_together() -> None:
@@ -948,16 +950,16 @@ def test_an_infeasible_budget_names_the_range(budget: Any) -> None:
 def test_example_inputs_of_the_wrong_type() -> None:
     model = Net()
     with pytest.raises(TypeError, match="`example_inputs` is a str"):
-        SparseTraining(model, sgd(model), "images", Channels(0.5))
+        SparseTraining(model, sgd(model), "images", Channels(0.5), policy="paper")
 
 
 def test_a_refused_construction_leaves_model_and_optimizer_as_they_were() -> None:
     model = Net()
     optimizer = sgd(model)
     with pytest.raises(BudgetError):
-        SparseTraining(model, optimizer, bars(1, 0)[0], Flops(0.0001))
+        SparseTraining(model, optimizer, bars(1, 0)[0], Flops(0.0001), policy="paper")
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-    SparseTraining(model, optimizer, bars(1, 0)[0], Flops(0.5)).step(loss_fn, *batches(1)[0])
+    SparseTraining(model, optimizer, bars(1, 0)[0], Flops(0.5), policy="paper").step(loss_fn, *batches(1)[0])
 
 
 def test_kept_layers_stay_whole() -> None:
@@ -1059,7 +1061,9 @@ def test_networks_of_the_zoo_learn_a_batch_by_heart(name: str, coupling: str) ->
     model = ZOO[name].factory()
     images, labels = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    sparse = SparseTraining(model, optimizer, images[:2], Flops(0.7), coupling=coupling, resample_every=2, seed=1)
+    sparse = SparseTraining(
+        model, optimizer, images[:2], Flops(0.7), coupling=coupling, resample_every=2, seed=1, policy="paper"
+    )
     losses = [float(sparse.step(loss_fn, images, labels)) for _ in range(30)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert sparse.expected_cost <= 0.7

@@ -28,7 +28,7 @@ def make_training(model=None, **settings):
     model = model or make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     settings = {"budget": slimstart.Flops(0.5), **settings}
-    return model, optimizer, slimstart.SparseTraining(model, optimizer, IMAGES[:2], **settings)
+    return model, optimizer, slimstart.SparseTraining(model, optimizer, IMAGES[:2], **{"policy": "paper", **settings})
 
 
 def by_hand(sparse, net, optimizer):
@@ -97,10 +97,10 @@ def test_a_snapshot_in_inference_mode_leaves_no_inference_tensors():
 def test_an_optimizer_of_something_else_is_refused():
     optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"`optimizer` holds none of the model's parameters"):
-        slimstart.SparseTraining(make_model(), optimizer, IMAGES[:2], budget=slimstart.Flops(0.5))
+        slimstart.SparseTraining(make_model(), optimizer, IMAGES[:2], budget=slimstart.Flops(0.5), policy="paper")
     model, optimizer, _ = make_training()
     with pytest.raises(ValueError, match="anew if another SparseTraining has used it"):
-        slimstart.SparseTraining(model, optimizer, IMAGES[:2], budget=slimstart.Flops(0.5))
+        slimstart.SparseTraining(model, optimizer, IMAGES[:2], budget=slimstart.Flops(0.5), policy="paper")
 
 
 def test_parameter_groups_may_be_added_later():
@@ -194,7 +194,7 @@ def test_batches_that_are_single_tensors():
 
     assert recalibrate(model, batches, loss) == 3
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparse = slimstart.SparseTraining(model, optimizer, batches[0], budget=slimstart.Params(0.6))
+    sparse = slimstart.SparseTraining(model, optimizer, batches[0], budget=slimstart.Params(0.6), policy="paper")
     assert sparse.finish(iter(batches), loss)(batches[0]).shape == (8, 2)
     with pytest.raises(ValueError, match="`batches` is empty"):
         sparse.finish([], loss)
@@ -216,7 +216,7 @@ def test_large_constant_buffers_are_not_copied_in_a_step():
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 4)
-    sparse = slimstart.SparseTraining(model, optimizer, x, budget=slimstart.Params(0.6))
+    sparse = slimstart.SparseTraining(model, optimizer, x, budget=slimstart.Params(0.6), policy="paper")
     before = sparse.net.table._version
     for _ in range(3):
         sparse.step(lambda net, x: net(x).square().mean(), x)

@@ -249,8 +249,12 @@ def test_its_window_follows_the_length_of_the_run() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="`policy` is 'best'; it must be one of paper, equal_worth"):
+    with pytest.raises(ValueError, match="`policy` is 'best'; it must be one of equal_worth, paper"):
         start(policy="best")
+    with pytest.raises(
+        ValueError, match=r"`alpha` is 0\.5, a setting of the paper's policy; give policy='paper' with it"
+    ):
+        start(alpha=0.5)
     sparse = start()
     with pytest.raises(ValueError, match="got a closure"):
         sparse.optimizer.step(lambda: 0.0)

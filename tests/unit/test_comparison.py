@@ -53,9 +53,10 @@ SPLITS = [
     ("thinet", None, 2, 1, 1),
     ("provable", None, 1, 1, 0),
     ("slimming", None, 300, 150, 150),
-    ("slimstart", None, 340, 300, 40),
+    ("slimstart", None, 340, 340, 0),
+    ("slimstart", "paper", 340, 300, 40),
     ("slimstart", "pge", 34, 30, 4),
-    ("slimstart", None, 40, 35, 5),  # 4.7
+    ("slimstart", "paper", 40, 35, 5),  # 4.7
     ("grow-efficient", None, 340, 300, 40),
     ("grow-efficient", None, 1, 1, 0),
 ]
@@ -84,8 +85,9 @@ def test_no_epoch_is_lost() -> None:
 
 
 def test_epochs_of_fine_tuning_that_are_given_win_for_those_that_fine_tune() -> None:
-    given = {method: plan(Contender(method), BASE, 40, finetune_epochs=3) for method in ("slimstart", "l1", "narrow")}
-    assert [(found["epochs"], found["finetune_epochs"]) for found in given.values()] == [(37, 3), (37, 3), (40, 0)]
+    entrants = Contender("slimstart", "paper"), Contender("l1"), Contender("narrow"), Contender("slimstart")
+    given = [plan(entrant, BASE, 40, finetune_epochs=3) for entrant in entrants]
+    assert [(one["epochs"], one["finetune_epochs"]) for one in given] == [(37, 3), (37, 3), (40, 0), (40, 0)]
 
 
 def test_all_runs_seed_by_seed_and_dense_once() -> None:
@@ -107,7 +109,14 @@ def test_all_runs_seed_by_seed_and_dense_once() -> None:
         model="small", lr=0.2, finetune_lr=0.003, epochs=34, method="dense", budget=None, seed=1
     )
     assert recipes["slimstart-pge-flops-0.1-seed0"] == Recipe(
-        model="small", lr=0.2, finetune_lr=0.003, epochs=30, finetune_epochs=4, estimator="pge", budget="flops=0.1"
+        model="small",
+        lr=0.2,
+        finetune_lr=0.003,
+        epochs=30,
+        finetune_epochs=4,
+        policy="paper",
+        estimator="pge",
+        budget="flops=0.1",
     )
 
 
@@ -119,7 +128,7 @@ def test_without_epochs_those_of_the_recipe_with_fine_tuning_are_meant() -> None
 
 def test_settings_of_retraining_that_are_given_win() -> None:
     given = {"finetune_epochs": 6, "finetune_lr": 0.5}
-    (ours,) = trials(BASE, ["slimstart"], ["flops=0.1"], total_epochs=10, retraining=given)
+    (ours,) = trials(BASE, ["slimstart:paper"], ["flops=0.1"], total_epochs=10, retraining=given)
     assert (ours.recipe.epochs, ours.recipe.finetune_epochs, ours.recipe.finetune_lr) == (4, 6, 0.5)
 
 
@@ -150,18 +159,18 @@ def test_every_method_makes_a_recipe(name: str) -> None:
         (["narrow"], ["flops=0.1", "flops=0.10"], {}, "narrow-flops-0.1-seed0 and narrow-flops-0.1-seed0 are the same"),
         (["narrow", "narrow"], ["flops=0.1"], {}, "are the same run; name each method and budget once"),
         (
-            ["slimstart", "slimstart:vr_pge"],
+            ["slimstart:paper", "slimstart:vr_pge"],
             ["flops=0.1"],
             {},
-            "slimstart-vr_pge-flops-0.1-seed0 and slimstart-flops-0.1-seed0 are the same run",
+            "slimstart-vr_pge-flops-0.1-seed0 and slimstart-paper-flops-0.1-seed0 are the same run",
         ),
         (["narrow"], ["flops=0.1"], {"num_seeds": 0}, "`seeds` is 0; it must be at least 1"),
         (["narrow"], ["flops=0.1"], {"total_epochs": 0}, "narrow in `methods`: `epochs` is 0"),
         (
-            ["slimstart"],
+            ["slimstart:paper"],
             ["flops=0.1"],
             {"total_epochs": 4, "retraining": {"finetune_epochs": 4}},
-            "slimstart in `methods`: `epochs` is 0",
+            "slimstart:paper in `methods`: `epochs` is 0",
         ),
     ],
 )
@@ -177,6 +186,6 @@ def test_a_run_with_other_settings_is_named_with_what_has_changed(tmp_path: Path
     Run(tmp_path / first[1].name).create(first[1].recipe)
     refuse_changes(first, tmp_path)
     changed = trials(BASE, ["narrow", "slimstart"], ["flops=0.1"], total_epochs=6)
-    message = r"slimstart-flops-0.1-seed0 was begun with other settings: `epochs` was 11 and is 5; choose another --out"
+    message = r"slimstart-flops-0.1-seed0 was begun with other settings: `epochs` was 12 and is 6; choose another --out"
     with pytest.raises(ConfigError, match=message):
         refuse_changes(changed, tmp_path)

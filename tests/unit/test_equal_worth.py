@@ -11,11 +11,15 @@ from torch import nn
 from slimstart import Channels, Flops, Params, models, trace
 from slimstart.errors import CheckpointError
 from slimstart.structure import EqualWorth, WatchingPolicy
+from slimstart.structure.equal_worth import neighbours
 from slimstart.structure.fitting import steps, whole
 
 GRAPH = trace(models.build("vgg16", num_classes=10, width=0.25), torch.zeros(1, 3, 32, 32), "stream")
 RESIDUAL = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
 BUDGETS = [Flops(0.3), Params(0.2), Channels(0.4)]
+
+
+SIZES = torch.tensor([24, 40, 32])
 
 
 def chain() -> nn.Module:
@@ -36,23 +40,48 @@ def watch(policy: EqualWorth, worth: torch.Tensor) -> None:
 def test_it_finds_the_widths_of_least_loss(values, pull):
     """With the loss a_1 / w_1 + a_2 / w_2 + a_3 / w_3, a unit of group g is worth a_g / w_g^2.
 
-    With a pull of 1 it is found from groups that are worth the same, as a whole, however wide they are: a_g / w_g.
+    With a pull it is found from worths that lack what this adds: units beside wider neighbours are worth more.
     """
     graph = trace(chain(), torch.zeros(1, 3, 32, 32), "stream")
-    policy = EqualWorth(graph.costs, Flops(0.2), align=1, rounds=30, pull=pull, least=0)
+    policy = EqualWorth(graph.costs, Flops(0.2), align=1, rounds=30, pull=pull)
     a = torch.tensor(values, dtype=torch.float64)
     group = graph.costs.unit_group
-    shares = policy._equal_shares.exp()
+    start, beside = policy._equal_shares, neighbours(policy.budget, group, policy._equal_shares.exp() / SIZES)
+    assert torch.allclose(beside[0], torch.tensor([0.0, 1.0, 0.0]).double())  # of a chain, the first has one neighbour
     while not policy.is_done:
         widths = policy.widths.double()
-        watch(policy, policy.draw()[0] * (a / widths**2 * (widths / shares) ** pull)[group])
+        wider = widths.log() - start
+        watch(policy, policy.draw()[0] * (a / widths**2 * (pull * (wider - beside @ wider)).exp())[group])
         policy.draw()
     found = float((a / policy.widths).sum())
-    bound, rank = Flops(0.2).bind(graph.costs), torch.cat([torch.arange(n) for n in (24, 40, 32)])
+    bound, rank = Flops(0.2).bind(graph.costs), torch.cat([torch.arange(n) for n in SIZES.tolist()])
     every = torch.tensor(list(itertools.product(range(1, 25), range(1, 41), range(1, 33, 2))))
     costs = torch.cat([bound.expected((rank < some[:, group]).double()) for some in every.split(1000)])
     best = float((a / every[costs <= bound.limit]).sum(1).min())
     assert found < 1.02 * best
+
+
+@pytest.mark.parametrize("graph", [GRAPH, RESIDUAL], ids=["chain", "residual"])
+def test_neighbours_share_what_their_products_cost(graph):
+    """By the arithmetic of convolutions: FLOPs of a layer are in width x out width x what does not change."""
+    group, num_groups = graph.costs.unit_group, len(graph.groups)
+    sizes = torch.bincount(group).double()
+    shares = torch.linspace(0.7, 0.95, num_groups, dtype=torch.float64)  # so that no group ever comes out empty
+    bound = Flops(0.5).bind(graph.costs)
+
+    def cost(widths):
+        rank = torch.cat([torch.arange(int(n)) for n in sizes])
+        return bound.cost(rank < widths[group])
+
+    found = neighbours(bound, group, shares)
+    assert torch.allclose(found.sum(1), torch.ones(num_groups).double())
+    whole = cost(sizes)
+    shared = torch.zeros(num_groups, num_groups, dtype=torch.float64)
+    for g, h in itertools.combinations(range(num_groups), 2):  # what is lost with one unit each, and not with one alone
+        one, other = (torch.where(torch.arange(num_groups) == k, sizes - 1, sizes) for k in (g, h))
+        both = torch.minimum(one, other)
+        shared[g, h] = shared[h, g] = (whole - cost(one) - cost(other) + cost(both)) * (sizes * shares)[[g, h]].prod()
+    assert torch.allclose(found, shared / shared.sum(1, keepdim=True), atol=1e-5)
 
 
 @settings(max_examples=20)

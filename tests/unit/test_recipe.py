@@ -15,8 +15,8 @@ from slimstart.graph import trace
 from slimstart.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
 from slimstart.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
 from slimstart.recipes.schedules import learning_rate
-from slimstart.recipes.search import STRUCTURE_LR
 from slimstart.structure import Channels, Flops, Params
+from slimstart.structure.bernoulli import STRUCTURE_LR
 
 
 def test_budgets_are_parsed() -> None:
@@ -41,7 +41,10 @@ def test_all_problems_are_told_at_once() -> None:
         ({"full_model_device": "cuda"}, "`full_model_device` is 'cuda'; it must be cpu, or left out"),
         ({"method": "narrow"}, "the method narrow has no dense network beside .* take the method slimstart"),
         ({"method": "dense", "budget": None}, "the method dense has no dense network beside"),
-        ({"estimator": "gumbel"}, "the estimator gumbel trains the dense network; .* take one of .*vr_pge"),
+        (
+            {"policy": "paper", "estimator": "gumbel"},
+            "the estimator gumbel trains the dense network; .* take one of .*vr_pge",
+        ),
     ],
 )
 def test_places_of_the_dense_network_that_cannot_be_meant(settings: dict[str, Any], message: str) -> None:
@@ -242,7 +245,7 @@ def test_another_policy_drops_what_was_chosen_for_the_papers() -> None:
     assert merged(preset("vgg16-cifar10"), {"policy": "paper"}) == preset("vgg16-cifar10")
     with pytest.raises(ConfigError, match="the policy equal_worth needs stream"):
         Recipe(policy="equal_worth", coupling="filter")
-    with pytest.raises(ConfigError, match="takes the place of a policy"):
+    with pytest.raises(ConfigError, match="`estimator` is 'gumbel', but only the policy paper has it"):
         Recipe(policy="equal_worth", estimator="gumbel")
-    with pytest.raises(ConfigError, match="`policy` is 'best'; it must be one of paper, equal_worth"):
+    with pytest.raises(ConfigError, match="`policy` is 'best'; it must be one of equal_worth, paper"):
         Recipe(policy="best")

@@ -70,26 +70,26 @@ def variant(method: str = "slimstart", budget: str | None = "flops=0.1", **setti
 def test_a_row_says_which_settings_tell_it_from_others_of_its_method() -> None:
     """Under all budgets the same ones, and not what another method has set."""
     runs = [
-        variant(lr=1, policy="widths"),
-        variant(estimator="ste", lr=1, policy="widths"),
-        variant(budget="flops=0.05", lr=2, policy="widths"),
+        variant(lr=1, num_masks=4),  # from before there was another policy
+        variant(estimator="ste", lr=1, num_masks=4, policy="paper"),
+        variant(budget="flops=0.05", lr=2, num_masks=7, policy="equal_worth"),
         variant("l1", protocol="uniform", lr=1),
         variant("l1", lr=1, settle_at=None),
         variant("dense", None, lr=3),
     ]
     expected = {
-        "slimstart (estimator vr_pge, lr 1) flops=0.1",
-        "slimstart (estimator ste, lr 1) flops=0.1",
-        "slimstart (estimator vr_pge, lr 2) flops=0.05",
+        "slimstart (lr 1, num_masks 4, policy paper) flops=0.1",
+        "slimstart (estimator ste, lr 1, num_masks 4, policy paper) flops=0.1",
+        "slimstart (lr 2, policy equal_worth) flops=0.05",
         "l1 (protocol uniform) flops=0.1",
         "l1 flops=0.1",
         "dense",
     }
     assert {row.label for row in summarise(runs)} == expected
-    defaults = {"estimator": "vr_pge", "lr": 1, "protocol": "original", "settle_at": 1.0}
+    defaults = {"policy": "equal_worth", "lr": 1, "protocol": "original", "settle_at": 1.0, "num_masks": 4}
     assert {row.label for row in summarise(runs, defaults)} == {
-        "slimstart flops=0.1",
-        "slimstart (estimator ste) flops=0.1",
+        "slimstart (policy paper) flops=0.1",
+        "slimstart (estimator ste, policy paper) flops=0.1",
         "slimstart (lr 2) flops=0.05",
         "l1 (protocol uniform) flops=0.1",
         "l1 (settle_at None) flops=0.1",

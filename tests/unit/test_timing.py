@@ -46,7 +46,7 @@ def test_a_held_step_draws_nothing(resample_every: int, monkeypatch: pytest.Monk
         original(self)
 
     monkeypatch.setattr(SparseTraining, "resample", counted)
-    recipe = Recipe(model="small", width=0.125, budget="flops=0.3", resample_every=resample_every)
+    recipe = Recipe(model="small", policy="paper", width=0.125, budget="flops=0.3", resample_every=resample_every)
 
     def make() -> torch.nn.Module:
         return models.build("small", num_classes=10, in_channels=1, width=0.125)

@@ -85,7 +85,8 @@ def flip(
     from slimstart.recipes.study_settings import FlipSettings
     from slimstart.recipes.watching import Interrupted
 
-    settings, asked = FlipSettings(every, batches, draws, channels), chosen(recipe, given(options))
+    settings = FlipSettings(every, batches, draws, channels)
+    asked = chosen(recipe, {"policy": "paper", **given(options)})
     display = TrainingDisplay(asked.total_epochs)
     try:
         with display, display.stoppable():

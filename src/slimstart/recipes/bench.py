@@ -187,6 +187,7 @@ class Benchmark:
             align=settings.align,
             seed=settings.seed,
             engine=engine,
+            policy="paper",
         )
 
     def _narrowed_by_hand(self, own_flops: int) -> dict[str, Mapping[str, Plain]]:

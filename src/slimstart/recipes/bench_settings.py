@@ -46,7 +46,9 @@ def _problems(settings: Settings) -> Iterator[str]:
         yield f"`structure` is {structure!r}; it must be one of {', '.join(STRUCTURES)}"
     # What a recipe has too, it refuses too.
     shared = ("batch_size", "coupling", "precision", "seed", *(("align",) if settings.align is not None else ()))
-    checks: list[Callable[[], object]] = [lambda: Recipe(**{name: getattr(settings, name) for name in shared})]
+    checks: list[Callable[[], object]] = [
+        lambda: Recipe(policy="paper", **{name: getattr(settings, name) for name in shared})
+    ]
     checks += [partial(parse_budget, budget) for budget in settings.budgets]
     for check in checks:
         try:

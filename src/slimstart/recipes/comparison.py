@@ -7,8 +7,8 @@ All contenders have equally many epochs, and spend them as `plan` says:
 
 | contender | epochs |
 |---|---|
-| dense, narrow, random, soft | all in one schedule |
-| slimstart, grow-efficient | 300 of 340 search, the rest fine-tunes, as in the authors' release |
+| slimstart, dense, narrow, random, soft | all in one schedule |
+| slimstart:paper or another estimator, grow-efficient | 300 of 340 search, the rest fine-tunes, as in the release |
 | l1, thinet, provable, slimming; soft:uniform | half train the dense network, half retrain the pruned one likewise |
 """
 
@@ -33,6 +33,7 @@ from slimstart.recipes.runs import Run
 from slimstart.recipes.surroundings import Place
 from slimstart.recipes.watching import Watcher
 from slimstart.records import Record
+from slimstart.structure import POLICIES
 
 SEARCHING = ("slimstart", "grow-efficient")
 FINETUNE_SHARE = 40 / 340
@@ -58,10 +59,9 @@ class Contender:
             return {"method": self.method}
         if self.method != "slimstart":
             return {"method": self.method, "protocol": self.variant}
-        if self.variant == "equal_worth":  # which needs no estimator, whatever the recipe has
-            return {"method": self.method, "policy": self.variant, "estimator": "vr_pge"}
-        own = {} if self.variant == "paper" else {"estimator": self.variant}
-        return {"method": self.method, "policy": "paper", **own}
+        if self.variant in POLICIES:
+            return {"method": self.method, "policy": self.variant}
+        return {"method": self.method, "policy": "paper", "estimator": self.variant}
 
 
 def contender(text: str) -> Contender:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from slimstart.accounting.timing import Step, Stopwatch, compare
-from slimstart.baselines import narrow
+from slimstart.baselines import RELAXATIONS, narrow
 from slimstart.devices import device_of
 from slimstart.engine import PlainTraining
 from slimstart.errors import BudgetError
@@ -17,7 +17,7 @@ from slimstart.graph import trace
 from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
 from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
-from slimstart.structure import ESTIMATORS, Flops
+from slimstart.structure import Flops
 
 WARM_UP = 3  # steps, in which graphs are captured and room is made
 
@@ -35,7 +35,8 @@ class StepTimes:
 
 def has_step_times(recipe: Recipe) -> bool:
     """Whether there is one kind of step to measure; other methods train one network after the other."""
-    return recipe.method in ("dense", "narrow") or (recipe.method == "slimstart" and recipe.estimator in ESTIMATORS)
+    ours = recipe.method == "slimstart" and recipe.estimator not in RELAXATIONS
+    return ours or recipe.method in ("dense", "narrow")
 
 
 def step_times(

@@ -29,6 +29,7 @@ METHODS = (
     "grow-efficient",
 )
 PRECISIONS = ("float32", "tf32", "bfloat16")
+OF_THE_PAPER = ("estimator", "sampling", "structure_lr")  # settings of its policy
 
 
 def _setting(default: Any, about: str) -> Any:
@@ -51,24 +52,30 @@ class Recipe:
     method: str = _setting("slimstart", f"way to train: {', '.join(METHODS)}")
     budget: str | None = _setting("flops=0.1", "channels=F, params=F or flops=F, a fraction of the dense network")
     policy: str = _setting(
-        "paper", "of the method slimstart: paper (Algorithm 1), equal_worth (widths, from the gradients of weights)"
+        "equal_worth",
+        "of the method slimstart: equal_worth (widths, from the gradients of weights), paper (Algorithm 1)",
     )
     coupling: str | None = _setting(
-        None, "of filters that write into one stream: filter, stream; if not given filter, for equal_worth stream"
+        None, "of filters that write into one stream: filter, stream; if not given stream, for the policy paper filter"
     )
-    estimator: str = _setting(
-        "vr_pge",
-        "of the gradient of s: vr_pge (the paper), pge, vr_pge_symmetric, leave_one_out; on the dense network, by the "
-        "chain rule: ste, sigmoid_ste, gumbel, hard_concrete, soft_threshold",
+    estimator: str | None = _setting(
+        None,
+        "of the gradient of s, for the policy paper: vr_pge (the paper; if not given), pge, vr_pge_symmetric, "
+        "leave_one_out; on the dense network, by the chain rule: ste, sigmoid_ste, gumbel, hard_concrete, "
+        "soft_threshold",
     )
     sampling: str | None = _setting(
-        None, "of masks: bernoulli (the paper), capped (less room for stragglers); capped if the estimator allows it"
+        None,
+        "of masks, for the policy paper: bernoulli (the paper), capped (less room for stragglers); capped if the "
+        "estimator allows it",
     )
     structure_lr: float | None = _setting(
-        None, "learning rate of what learns the structure; that of the method's authors if not given: ours, 12e-3"
+        None,
+        "learning rate of what learns the structure; that of the method's authors if not given: of the policy paper "
+        "12e-3",
     )
     resample_every: int | None = _setting(
-        None, "steps for which a sub-network is held; if not given 1, for equal_worth a tenth of the run for its search"
+        None, "steps for which a sub-network is held; if not given a 16th of a tenth of the run, for the policy paper 1"
     )
     align: int | None = _setting(
         None, "room for units in multiples of this, padded with zeros; 8 with CUDA graphs and 1 without if not given"
@@ -108,6 +115,8 @@ class Recipe:
     seed: int = _setting(0, "of weights, batches and masks")
 
     def __post_init__(self) -> None:
+        if self.policy == "paper" and self.estimator is None:  # one hash for one run
+            object.__setattr__(self, "estimator", "vr_pge")
         for field in dataclasses.fields(self):
             left_out = field.default is None and getattr(self, field.name) is None
             # lr=1 is 1.0, here and in a file, so that both have one hash.
@@ -169,7 +178,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         "method": METHODS,
         "policy": POLICIES,
         "coupling": (None, *COUPLINGS),
-        "estimator": (*ESTIMATORS, *RELAXATIONS),
+        "estimator": (None, *ESTIMATORS, *RELAXATIONS),
         "sampling": (None, *SAMPLINGS),
         "protocol": PROTOCOLS,
         "precision": PRECISIONS,
@@ -179,8 +188,10 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(filter(None, known))}"
     if recipe.policy == "equal_worth" and recipe.coupling == "filter":
         yield "`coupling` is 'filter', but the policy equal_worth needs stream; take that, or leave it out"
-    if recipe.policy == "equal_worth" and recipe.estimator in RELAXATIONS:
-        yield f"`estimator` is {recipe.estimator!r}, which takes the place of a policy; leave `policy` at paper"
+    if recipe.policy == "equal_worth" and recipe.method == "slimstart":
+        for name in OF_THE_PAPER:
+            if (value := getattr(recipe, name)) is not None:
+                yield f"`{name}` is {value!r}, but only the policy paper has it; take that, or leave it out"
     for name in ("schedule", "finetune_schedule"):
         try:
             parse_schedule(getattr(recipe, name))
@@ -252,12 +263,12 @@ def make_model(name: str, *, num_classes: int, in_channels: int, width: float = 
 def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with some fields changed.
 
-    The method dense drops a budget that it came with, and another policy what was chosen for the paper's.
+    The method dense drops a budget that it came with, and another policy what was chosen for the last one.
     """
     if changes.get("method") == "dense" and "budget" not in changes:
         changes = {**changes, "budget": None}
     if changes.get("policy", recipe.policy) != recipe.policy:
-        changes = {"coupling": None, "resample_every": None, **changes}
+        changes = {**dict.fromkeys(("coupling", "resample_every", *OF_THE_PAPER)), **changes}
     return dataclasses.replace(recipe, **changes)
 
 

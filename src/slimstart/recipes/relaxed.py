@@ -40,8 +40,10 @@ class Relaxed(Staged):
         self.graph = trace(model, example, coupling="stream")
         verify_gating(model, self.graph, example)
         self._total_steps, self._num_steps = max(1, recipe.search_epochs * steps_per_epoch), 0
+        name = "grow_efficient" if recipe.method == "grow-efficient" else recipe.estimator
+        assert name is not None
         self.gates = make_gates(
-            "grow_efficient" if recipe.method == "grow-efficient" else recipe.estimator,
+            name,
             model,
             self.graph,
             recipe.parsed_budget,

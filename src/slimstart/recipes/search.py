@@ -18,8 +18,6 @@ from slimstart.recipes.recipe import Recipe
 from slimstart.structure import Flops
 from slimstart.training import SparseTraining
 
-STRUCTURE_LR = 12e-3  # the paper's
-
 
 class Search:
     """A search by a policy, then a fixed structure."""
@@ -45,7 +43,7 @@ class Search:
             coupling=recipe.coupling,
             estimator=recipe.estimator,
             sampling=recipe.sampling,
-            structure_lr=STRUCTURE_LR if recipe.structure_lr is None else recipe.structure_lr,
+            structure_lr=recipe.structure_lr,
             resample_every=recipe.resample_every,
             total_steps=max(1, epochs * steps_per_epoch),
             align=recipe.align,

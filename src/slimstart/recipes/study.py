@@ -125,6 +125,11 @@ def _study(program: Program, settings: VarianceSettings | FlipSettings, started:
 
 
 def _check(recipe: Recipe) -> None:
+    if recipe.policy != "paper":
+        raise ConfigError(
+            f"`policy` is {recipe.policy!r}, but a study is about masks that are drawn; give --policy paper, or a run "
+            "that was trained with it"
+        )
     if recipe.full_model_device is not None:
         raise ConfigError(
             f"`full_model_device` is {recipe.full_model_device!r}, but a study runs the dense network, masked, on the "

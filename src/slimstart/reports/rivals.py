@@ -7,11 +7,11 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimstart.reports.rows import SAME, Row
+from slimstart.reports.rows import ITS_ESTIMATOR, SAME, Row, policy_of
 from slimstart.reports.tables import escaped
 
 # The paper's estimator, and that of its authors' release; others are not what its rows are about.
-ESTIMATORS = ("vr_pge", "vr_pge_symmetric")
+ESTIMATORS = (ITS_ESTIMATOR, "vr_pge_symmetric")
 # By how much the FLOPs of a hand-narrowed network may differ from those of a row that it stands beside.
 NEAR = 1.05
 # Settings that runs must share to be compared, beside network, data, batch size and epochs.
@@ -73,7 +73,7 @@ def _paper_of(row: Row, published: Iterable[Published]) -> Published | None:
     first, config = row.first, row.first.config
     if config.get("width", 1) != 1 or config.get("validation", 0):  # another network, or other images to test on
         return None
-    if first.method == "slimstart" and not (_is_of(row, ESTIMATORS) and config.get("policy", "paper") == "paper"):
+    if first.method == "slimstart" and not (_is_of(row, ESTIMATORS) and policy_of(first) == "paper"):
         return None
     own = [one for one in published if (one.model, one.data, one.method) == (first.model, first.data, first.method)]
     protocol = config.get("protocol", "original")
@@ -92,7 +92,7 @@ def _is_found(row: Row) -> bool:
 
 
 def _is_of(row: Row, estimators: Container[str]) -> bool:
-    return row.first.method == "slimstart" and row.first.config.get("estimator", ESTIMATORS[0]) in estimators
+    return row.first.method == "slimstart" and (row.first.config.get("estimator") or ITS_ESTIMATOR) in estimators
 
 
 def apart(one: float, other: float) -> float:

@@ -22,6 +22,8 @@ SAME = 1.02
 # Settings that stand elsewhere in a row, or in none.
 NAMED = ("model", "data", "method", "budget", "seed", "finetune_epochs")
 NONE: Mapping[str, Any] = MappingProxyType({})
+# Settings of the paper's policy, which mean nothing to another, and its own estimator, which need not be named.
+OF_THE_PAPER, ITS_ESTIMATOR = ("estimator", "sampling", "structure_lr", "num_masks"), "vr_pge"
 
 
 def _filters(layers: Iterable[Layer]) -> float | None:
@@ -198,9 +200,20 @@ def _facts(row: Row, defaults: Mapping[str, Any]) -> dict[str, str]:
     """What may tell a row from others of its method and budget, as text."""
     run = row.first
     settings = run.config | {"epochs": row.epochs, "hardware": run.hardware, "device": run.device}
+    if run.method == "slimstart":
+        settings["policy"] = policy_of(run)
+        if settings["policy"] != "paper":
+            settings = {name: value for name, value in settings.items() if name not in OF_THE_PAPER}
+        elif settings.get("estimator") == ITS_ESTIMATOR:
+            del settings["estimator"]
     return {
         name: f"{name} {value}" for name, value in settings.items() if name not in NAMED and value != defaults.get(name)
     }
+
+
+def policy_of(run: Record) -> str:
+    """Of a run of ours; a record from before there were several does not say."""
+    return str(run.config.get("policy", "paper"))
 
 
 def by_network(rows: Iterable[Row]) -> dict[str, list[Row]]:

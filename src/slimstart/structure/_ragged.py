@@ -96,12 +96,12 @@ class RaggedProduct(Tables):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x of shape (..., num_inputs) and the products behind it, (..., num_outputs)."""
-        if not self._shapes:
-            return x
-        members = x.index_select(-1, self._members)
-        parts = members.split([size * number for size, number in self._shapes], -1)
-        products = [part.unflatten(-1, shape).prod(-2) for part, shape in zip(parts, self._shapes, strict=True)]
-        return torch.cat([x, *products], -1)
+        return torch.cat([x, *self._products(x)], -1) if self._shapes else x
+
+    def _products(self, x: Tensor) -> list[Tensor]:
+        # On their own, so that the members, which may be more than x, are forgotten before anything else is made.
+        parts = x.index_select(-1, self._members).split([size * number for size, number in self._shapes], -1)
+        return [part.unflatten(-1, shape).prod(-2) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 def _widths(lengths: Tensor) -> Tensor:

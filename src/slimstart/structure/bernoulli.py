@@ -25,6 +25,7 @@ from slimstart.structure.probabilities import sample, uniform_numbers
 from slimstart.structure.projection import Direction, project, uniform_start
 
 SAMPLINGS = ("bernoulli", "capped")
+ALPHA, STRUCTURE_LR = 0.5, 12e-3  # the paper's
 
 
 class BernoulliUnits:
@@ -57,8 +58,8 @@ class BernoulliUnits:
         budget: Budget,
         estimator: str | Estimator = "vr_pge",
         *,
-        alpha: float = 0.5,
-        lr: float = 12e-3,
+        alpha: float = ALPHA,
+        lr: float = STRUCTURE_LR,
         total_steps: int | None = None,
         seed: int = 0,
         direction: Direction = "uniform",

@@ -11,16 +11,16 @@ With :math:`c_g` the cost of one more unit of group g, the widths are best where
 all groups: otherwise a unit less here would pay for a better one there. So we follow
 
 .. math:: \log w_g \leftarrow \mathrm{fit}\left( \log w_g + \eta \log (\bar v_g / c_g)
-    - \eta p \log (w_g / w^0_g) \right)
+    - \eta p \, (x_g - \sum_h A_{gh} x_h) \right), \qquad x_g = \log (w_g / w^0_g)
 
 from equal shares :math:`w^0` of all groups, where `fit` moves all log-widths by one number such that the network fills
 the budget.
 
-The last term pulls back to equal shares. Almost every product of a network lies between two groups, so that twice the
-units here and half as many there cost the same; and a group is worth, as a whole, about the same however wide it is, as
-long as a window of training lasts. Then nothing says where to stop: of two neighbours one takes all, and the blocks of
-a residual network waste away beside a wide stream. That units become less useful the more there are shows only at the
-end of the training; the pull puts it in beforehand, as a power p of the width.
+The last term draws neighbours together: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every
+product of a network lies between two groups, so twice the units here and half as many there cost the same; and a group
+as a whole is worth about the same however wide it is, as long as a window of training lasts. So nothing says where to
+stop: of two neighbours one takes all, and the blocks of a residual network waste away beside a wide stream. What all
+neighbours do together changes the cost, and is free.
 
 Where a group shrinks, the units that are worth least go; where it grows, units come that rested so far. The rate
 :math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself.
@@ -30,7 +30,6 @@ No second network is run, no mask is random, and at every step the network is ex
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,8 +44,7 @@ from slimstart.structure.fitting import Fit, whole
 ALIGN = 8
 ROUNDS = 16
 RATE = 0.5
-PULL = 0.0
-LEAST = 0.5
+PULL = 1.0
 MOST = 0.35  # by which a log-width may change in one round
 
 
@@ -59,8 +57,7 @@ class EqualWorth:
         align: large groups have multiples of so many units, because GPUs are slow at others.
         rounds: draws until the structure is settled.
         rate: of the first round.
-        pull: the power of its width by which a unit is assumed to be worth less.
-        least: of its equal share that every group keeps.
+        pull: how strongly neighbours are drawn to one share.
     """
 
     num_masks = 1
@@ -74,7 +71,6 @@ class EqualWorth:
         rounds: int = ROUNDS,
         rate: float = RATE,
         pull: float = PULL,
-        least: float = LEAST,
     ) -> None:
         for name, value in (("align", align), ("rounds", rounds)):
             if value < 1:
@@ -88,7 +84,7 @@ class EqualWorth:
         self._fit = Fit(self.budget, table)
         self._group, self._sizes = self._fit.group, self._fit.sizes
         self._equal_shares = self._log_widths = self._fit(self._sizes.double().log()[None])[0]
-        self._least = self._equal_shares + math.log(max(least, 1e-9))
+        self._neighbours = neighbours(self.budget, self._group, self._equal_shares.exp() / self._sizes)
         self.num_rounds, self._begun = 0, False
         self._held = torch.zeros(len(self._sizes), dtype=torch.bool)
         self._sums = torch.zeros(table.num_units, dtype=torch.float64)  # of squares, since the last draw
@@ -146,12 +142,14 @@ class EqualWorth:
         known = (mean > 0) & ~self._held
         if not bool(known.any()):
             return
-        drive = torch.where(known, (mean / each).log() - self.pull * (self._log_widths - self._equal_shares), 0.0)
+        gone = self._log_widths - self._equal_shares
+        apart = gone * self._neighbours.sum(1) - self._neighbours @ gone
+        drive = torch.where(known, (mean / each).log() - self.pull * apart, 0.0)
         # To the middle of what is spent, whatever a few groups that are worth nothing would like.
         drive = torch.where(known, drive - _median(drive[known], (each * widths)[known]), 0.0)
         rate = self.rate * (1 - self.num_rounds / self.rounds)
         wanted = self._log_widths + (rate * drive).clamp(-MOST, MOST)
-        self._log_widths = self._fit(wanted[None], ~known, self._least)[0]
+        self._log_widths = self._fit(wanted[None], ~known)[0]
 
     def _mean_cost(self) -> Tensor:
         """(G,): what a unit of each group costs, one more where there is one more to be had."""
@@ -211,6 +209,26 @@ class EqualWorth:
         # In place: a captured graph goes on with these tensors.
         self._sums.copy_(state["sums"])
         self._count.fill_(state["count"])
+
+
+def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
+    """(G, G): which part of what a group costs it shares with each other one; rows sum up to 1, or 0 if it shares none.
+
+    Args:
+        group: (U,) of the units.
+        shares: (G,) of the groups that are there.
+    """
+
+    def costs(shares: Tensor) -> Tensor:
+        each = budget.gradient(shares[group])
+        return torch.zeros_like(shares).index_add(0, group, each)
+
+    # Costs are products of widths, so a difference is a derivative, but for a group with itself.
+    alone, step = costs(shares), 0.1 * shares
+    wider = [costs(shares + step * (torch.arange(len(shares)) == h)) for h in range(len(shares))]
+    shared = (torch.stack(wider, 1) - alone[:, None]) * shares[:, None]
+    shared = shared.fill_diagonal_(0).clamp(min=0)
+    return shared / shared.sum(1, keepdim=True).clamp(min=1e-9 * budget.dense)
 
 
 def _median(values: Tensor, weights: Tensor) -> Tensor:

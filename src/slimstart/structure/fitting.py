@@ -35,28 +35,26 @@ class Fit(Tables):
         rank = self._rank if rank is None else rank
         return rank < widths.round().clamp(min=1)[..., self.group]
 
-    def __call__(self, log_widths: Tensor, held: Tensor | None = None, least: Tensor | None = None) -> Tensor:
+    def __call__(self, log_widths: Tensor, held: Tensor | None = None) -> Tensor:
         """(n, G) -> (n, G): the same log-widths, moved by one number each, so that their networks fill the budget.
 
         Args:
-            held: (G,) bool, groups that are not moved; they must fit with the others at their least.
-            least: (G,) log-widths below which none goes; one unit if not given.
+            held: (G,) bool, groups that are not moved; they must fit with the others at one unit.
         """
         moved = 1.0 if held is None else (~held).double()
         low = torch.full_like(log_widths[:, :1], -self._reach)
         span = 2 * self._reach
         for _ in range(self.ROUNDS):  # the first point fits, as it did before: widths of at most one unit do
             tried = low + span * self._points
-            widths = self._within(log_widths[:, None] + tried[..., None] * moved, least).exp()
+            widths = self._within(log_widths[:, None] + tried[..., None] * moved).exp()
             costs = self._budget.expected(self.masks(widths))
             fits = (costs <= self._limit).long()
             last = fits[:, 1:].cumprod(1).sum(1, keepdim=True)
             low, span = tried.gather(1, last), span / (self.POINTS - 1)
-        return self._within(log_widths + low * moved, least)
+        return self._within(log_widths + low * moved)
 
-    def _within(self, log_widths: Tensor, least: Tensor | None) -> Tensor:
-        low = torch.zeros((), dtype=torch.float64, device=log_widths.device) if least is None else least.clamp(min=0)
-        return torch.minimum(torch.maximum(log_widths, low), self.sizes.double().log())
+    def _within(self, log_widths: Tensor) -> Tensor:
+        return torch.minimum(log_widths.clamp(min=0), self.sizes.double().log())
 
 
 def steps(sizes: Tensor, align: int) -> Tensor:

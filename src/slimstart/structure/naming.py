@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from slimstart.costs import CostTable
-from slimstart.structure.bernoulli import BernoulliUnits
+from slimstart.structure.bernoulli import ALPHA, STRUCTURE_LR, BernoulliUnits
 from slimstart.structure.budgets import Budget
 from slimstart.structure.equal_worth import ROUNDS, EqualWorth
 from slimstart.structure.estimators import Estimator, get_estimator
 from slimstart.structure.policies import Policy
 
-POLICIES = ("paper", "equal_worth")
-COUPLING = {"paper": "filter", "equal_worth": "stream"}
+POLICIES = ("equal_worth", "paper")
+COUPLING = {"equal_worth": "stream", "paper": "filter"}
 SEARCH = 0.1  # of the training, for all rounds of "equal_worth"
 
 
@@ -21,25 +21,36 @@ def make_policy(
     table: CostTable,
     budget: Budget,
     *,
-    estimator: str | Estimator,
-    alpha: float,
-    lr: float,
+    estimator: str | Estimator | None,
+    alpha: float | None,
+    structure_lr: float | None,
+    sampling: str | None,
     total_steps: int | None,
     resample_every: int,
     seed: int,
-    sampling: str | None,
     align: int | None,
 ) -> Policy:
-    """One of `POLICIES`; arguments as for `SparseTraining`, those that mean nothing to it included."""
+    """One of `POLICIES`; arguments as for `SparseTraining`.
+
+    Raises:
+        ValueError: a setting of the paper's policy was given for another one.
+    """
     if name == "equal_worth":
+        of_the_paper = {"estimator": estimator, "alpha": alpha, "structure_lr": structure_lr, "sampling": sampling}
+        for setting, value in of_the_paper.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{setting}` is {value!r}, a setting of the paper's policy; give policy='paper' with it, or leave "
+                    "it out"
+                )
         return EqualWorth(table, budget) if align is None else EqualWorth(table, budget, align=align)
-    estimator = get_estimator(estimator)
+    estimator = get_estimator("vr_pge" if estimator is None else estimator)
     return BernoulliUnits(
         table,
         budget,
         estimator,
-        alpha=alpha,
-        lr=lr,
+        alpha=ALPHA if alpha is None else alpha,
+        lr=STRUCTURE_LR if structure_lr is None else structure_lr,
         total_steps=None if total_steps is None else max(1, math.ceil(total_steps / resample_every)),
         seed=seed,
         sampling=sampling or ("capped" if estimator.centred else "bernoulli"),
