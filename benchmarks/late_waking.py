@@ -76,7 +76,7 @@ def run(variant: str, lr: float, seed: int, data: dict[str, Tensor], args: argpa
     images, labels = data["train_images"], data["train_labels"]
     steps = args.epochs * (len(images) // args.batch_size)
     sparse = slimstart.SparseTraining(
-        model, optimizer, images[:1], budget=slimstart.Flops(args.flops), total_steps=steps, seed=seed
+        model, optimizer, images[:1], budget=slimstart.Flops(args.flops), total_steps=steps, seed=seed, policy="paper"
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     batches = []

@@ -256,8 +256,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for home in ("cpu", None):
         if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(1.0 if home is None else limit / total, device)
+            index = torch.cuda.current_device()
+            total = torch.cuda.get_device_properties(index).total_memory
+            torch.cuda.set_per_process_memory_fraction(1.0 if home is None else limit / total, index)
         for policy in policies:
             rows.append(row_of(policy, home, known[policy], width, args, device))
             gc.collect()

@@ -62,7 +62,7 @@ def measure(ranks: Ranks, name: str, budget: float, held: int, batch_size: int) 
         training: Any = PlainTraining(model if wrap is None else wrap(model), optimizer)
     else:
         training = slimstart.SparseTraining(
-            model, optimizer, batch[0][:1], slimstart.Flops(budget), resample_every=held, wrap=wrap
+            model, optimizer, batch[0][:1], slimstart.Flops(budget), resample_every=held, wrap=wrap, policy="paper"
         )
     times, sizes = [], []
     for _ in range(WARM_UP + STEPS):
@@ -102,7 +102,9 @@ def count(name: str, budget: float, draws: int = 5) -> dict[str, Any]:
     """Bytes alone, for a network that is too large to be trained here."""
     model = models.build(name, num_classes=1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparse = slimstart.SparseTraining(model, optimizer, torch.zeros(1, 3, 224, 224), slimstart.Flops(budget))
+    sparse = slimstart.SparseTraining(
+        model, optimizer, torch.zeros(1, 3, 224, 224), slimstart.Flops(budget), policy="paper"
+    )
     sizes = []
     for _ in range(draws):
         sizes.append(sparse.gradient_bytes)

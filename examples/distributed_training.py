@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
             optimizer,
             example_inputs=torch.zeros(1, 1, 28, 28, device=device),
             budget=slimstart.Flops(options.budget),
+            total_steps=options.epochs * len(images.train),
             wrap=data_parallel if ranks.size > 1 else None,
         )
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(images.train))

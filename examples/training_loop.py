@@ -2,8 +2,8 @@
 
     python examples/training_loop.py
 
-Six epochs on the CPU, narrow from the first step: in the first half the structure is learned, in the second it is
-fixed and its weights are trained on. Everything but the lines with `sparse` is what you would write for any network.
+Six epochs on the CPU, narrow from the first step: in the first tenth of the steps the widths of the layers are learned,
+then they are fixed. Everything but the lines with `sparse` is what you would write for any network.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from slimstart import data, models
 
 
 def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Takes the network, because two of them see the same batch."""
+    """Takes the network, because it becomes another one while widths are learned."""
     return F.cross_entropy(net(images), labels)
 
 
@@ -55,24 +55,19 @@ def main(arguments: list[str] | None = None) -> None:
         optimizer,
         example,
         slimstart.Flops(args.budget),
-        estimator="vr_pge_symmetric",
-        structure_lr=50e-3,  # a short search needs large steps
-        total_steps=num_steps // 2,
-        seed=args.seed,
+        total_steps=num_steps,
     )
 
     def calibration() -> Iterator[tuple[Tensor, Tensor]]:
-        """Training batches that belong to no epoch, to compare masks and to measure statistics with."""
+        """Training batches that belong to no epoch, to measure statistics with."""
         return images.train.epoch(args.epochs)
 
     for epoch in range(args.epochs):
-        if epoch == args.epochs // 2:
-            sparse.settle(calibration(), loss_fn)  # the best of ten masks, by loss
         total = 0.0
         for batch in images.train.epoch(epoch):
             total += float(sparse.step(loss_fn, *batch))
             scheduler.step()
-        now = sparse.snapshot(calibration(), loss_fn)  # a finished copy of the likeliest network; training goes on
+        now = sparse.snapshot(calibration(), loss_fn)  # a finished copy; training goes on
         print(
             f"epoch {epoch + 1}/{args.epochs}  loss {total / len(images.train):.3f}  "
             f"accuracy {accuracy(now, images.test):.2f} %  FLOPs {slimstart.flops(now, example) / dense_flops:.1%}"

@@ -10,8 +10,8 @@ REPOSITORY = Path(__file__).parents[2]
 RUNS = {
     "dense": "dense",
     "narrow": "hand-narrowed",
-    "settled": "slimstart, settled at half",
-    "paper": "slimstart, the paper's algorithm",
+    "settled": "the paper's algorithm, settled at half",
+    "paper": "the paper's algorithm",
 }
 
 
