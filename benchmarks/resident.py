@@ -216,7 +216,7 @@ def slowdown(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=4.0, help="GiB of the GPU that the process may use")
+    parser.add_argument("--limit", type=float, default=5.0, help="GiB of the GPU that the process may use")
     parser.add_argument("--times", type=float, default=4.0, help="dense weights and state, in limits")
     parser.add_argument("--width", type=float, help="instead of what follows from the two")
     parser.add_argument("--policy", choices=POLICIES, help="instead of one after the other")

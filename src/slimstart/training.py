@@ -97,8 +97,9 @@ class SparseTraining:
         policy: what learns the structure. "equal_worth": widths, from the gradients of ordinary steps
             (`slimstart.structure.EqualWorth`). "paper": Algorithm 1. Or one of your own, called with the graph's cost
             table; no setting of the others means anything to it then.
-        fresh: for "equal_worth": the model has just been initialised, so its weights are scaled to the fan-in of the
-            network that it starts with, as if that had been initialised by itself. False for a model that has learned.
+        fresh: for "equal_worth", and policies of your own that watch gradients as it does: the model has just been
+            initialised, so its weights are scaled to the fan-in of the network that it starts with, as if that had been
+            initialised by itself. False for a model that has learned.
 
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
@@ -168,7 +169,7 @@ class SparseTraining:
                 seed=seed,
                 align=align,
             )
-        if name == "equal_worth" and fresh:
+        if fresh and isinstance(self.policy, WatchingPolicy):
             start = self.graph.select(self.policy.best_guess())
             rescale_fan_in_(dict(model.named_parameters()), model, start)
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
