@@ -65,12 +65,15 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"budget": "flops=0.3"},
+        {"budget": "flops=0.3", "policy": "paper"},
         pytest.param({"method": "dense", "budget": None}, marks=pytest.mark.slow),
         pytest.param({"method": "narrow", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"budget": "flops=0.3", "coupling": "stream", "resample_every": 3}, marks=pytest.mark.slow),
-        pytest.param({"budget": "flops=0.3", "align": 4}, marks=pytest.mark.slow),
-        pytest.param({"budget": "channels=0.5", "estimator": "pge"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"budget": "flops=0.3", "policy": "paper", "coupling": "stream", "resample_every": 3},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"budget": "flops=0.3", "policy": "paper", "align": 4}, marks=pytest.mark.slow),
+        pytest.param({"budget": "channels=0.5", "policy": "paper", "estimator": "pge"}, marks=pytest.mark.slow),
         pytest.param({"budget": "flops=0.3", "policy": "equal_worth"}, marks=pytest.mark.slow),
         pytest.param({"method": "random", "budget": "flops=0.3"}, marks=pytest.mark.slow),
         pytest.param({"method": "l1", "budget": "flops=0.3"}, marks=pytest.mark.slow),
@@ -79,7 +82,7 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
         pytest.param({"method": "provable", "budget": "flops=0.3"}, marks=pytest.mark.slow),
         pytest.param({"method": "slimming", "budget": "flops=0.3"}, marks=pytest.mark.slow),
         pytest.param({"method": "grow-efficient", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"estimator": "gumbel", "budget": "flops=0.3"}, marks=pytest.mark.slow),
+        pytest.param({"policy": "paper", "estimator": "gumbel", "budget": "flops=0.3"}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
@@ -109,7 +112,7 @@ def test_the_ledger_equals_a_count_of_what_runs(model: str, settings: dict[str, 
 
 @pytest.mark.slow
 def test_ledger_and_formula_agree_on_vgg19() -> None:
-    recipe = Recipe(model="vgg19", data="cifar10", budget="flops=0.1", resample_every=1)
+    recipe = Recipe(model="vgg19", data="cifar10", budget="flops=0.1", policy="paper")
     images, labels = batch(2, side=32)
     model = models.build("vgg19", num_classes=10)
     dense = flops(model, images[:1])

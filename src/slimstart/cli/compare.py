@@ -31,9 +31,9 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            help=f"Contenders with commas between them: {', '.join(METHODS)}. slimstart:paper takes the paper's policy, "
-            "slimstart:ESTIMATOR that with another estimator, l1:uniform (soft, thinet, provable, slimming) one fraction "
-            "for all layers, narrow:front_heavy shares that fall."
+            help=f"Contenders with commas between them: {', '.join(METHODS)}. slimstart:paper takes the paper's "
+            "policy, slimstart:ESTIMATOR that with another estimator, l1:uniform (soft, thinet, provable, slimming) "
+            "one fraction for all layers, narrow:front_heavy shares that fall."
         ),
     ],
     budget: Annotated[
