@@ -406,10 +406,14 @@ def test_graphs_need_room_to_spare(device: str) -> None:
     assert "`align` is 1" in str(sparse.reason)
 
 
-def test_widths_by_worth_are_those_of_eager_steps(device: str) -> None:
+@pytest.mark.parametrize("scarce", [False, True])
+def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slimstart.engine.graphs.is_scarce", lambda: scarce)
     settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 1}
     graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
-    before = eager.mask
+    before, steps = eager.mask, graphs._steps
+    assert steps is not None
+    pools = steps._pools
     for batch in batches(device, 17):
         losses = [float(sparse.step(loss_fn, *batch)) for sparse in (graphs, eager)]
         assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
@@ -418,6 +422,7 @@ def test_widths_by_worth_are_those_of_eager_steps(device: str) -> None:
     assert graphs.executed_flops == eager.executed_flops  # nothing is padded
     assert graphs.reason is None
     assert not torch.equal(eager.mask, before)
+    assert (steps._pools is pools) != scarce  # memory of shapes that are gone is given back where it is needed
 
 
 def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw(device: str) -> None:

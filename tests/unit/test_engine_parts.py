@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, RMSprop
 
 from slimstart.engine import Backward, PlainTraining, choose
+from slimstart.engine.capture import is_scarce
 from slimstart.engine.graphs import _Same
 from slimstart.engine.optimizers import CapturedRates, fuse, has_begun, settings, unfuse
 
@@ -126,3 +127,15 @@ def test_plain_training_is_plain_and_clips(make) -> None:  # type: ignore[no-unt
         torch.testing.assert_close(ours.weight, reference.weight)
         nets.append(ours.weight.detach())
     assert not torch.allclose(nets[0], nets[1])
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction", "scarce"), [(80, 1.0, False), (4, 1.0, True), (80, 0.25, False), (80, 0.24, True)]
+)
+def test_memory_is_scarce_where_more_is_cached_than_left(
+    monkeypatch: pytest.MonkeyPatch, free: int, fraction: float, scarce: bool
+) -> None:
+    numbers = {"memory_reserved": 20, "memory_allocated": 15, "get_per_process_memory_fraction": fraction}
+    for name, value in {**numbers, "mem_get_info": (free, 100)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert is_scarce() == scarce

@@ -47,7 +47,7 @@ def capture(function: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGra
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
-    if _is_scarce():  # what lies in the cache is lost to the pool of a graph
+    if is_scarce():  # what lies in the cache is lost to the pool of a graph
         torch.cuda.empty_cache()
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast that was cached before would be missing in the graph
@@ -71,7 +71,7 @@ def capture(function: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGra
     return graph
 
 
-def _is_scarce() -> bool:
+def is_scarce() -> bool:
     """Whether the allocator holds more in its cache than is left of the device, or of the process's share of it."""
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()

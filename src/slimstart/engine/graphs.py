@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from slimstart.engine import fusion
 from slimstart.engine.backward import Backward
-from slimstart.engine.capture import Pool
+from slimstart.engine.capture import Pool, is_scarce
 from slimstart.engine.captured import Board, CapturedStep, Subject
 from slimstart.engine.eager import LossFunction
 from slimstart.engine.optimizers import has_begun, settings
@@ -77,6 +77,8 @@ class Steps:
         """The captured step for such a batch; None where the caller has to run it eagerly."""
         if self._version != self._subject.version:
             self._kinds.clear()
+            if is_scarce():  # steps of other shapes hardly fit into what these have left
+                self._renew_pools()
             self._version = self._subject.version
             # To walk the tree at every step would take longer than a small network's forward.
             self._modules, self._parameters = _walk(self._subject.module)
@@ -138,8 +140,9 @@ class Steps:
         return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
 
     def _renew_pools(self) -> None:
-        """After a capture that broke off, which may have spoilt them."""
+        """After a capture that broke off, which may have spoilt them, or where their memory is needed."""
         torch.cuda.synchronize()
+        self._optimizer.zero_grad(set_to_none=True)  # gradients of a capture lie in its pool
         self._pools = Pool(self._device), Pool(self._device)
 
     def _meet(self, key: tuple[Any, ...]) -> None:
