@@ -48,7 +48,7 @@ from slimstart.graph import ChannelGraph
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 from slimstart.structure import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
 from slimstart.structure.naming import COUPLING, default_window
-from slimstart.subnet import Executed, Traffic, recalibrate, rescale_fan_in_, trace_verified
+from slimstart.subnet import Executed, Traffic, has_learned, recalibrate, rescale_fan_in_, trace_verified
 from slimstart.subnet.state_hooks import keep_dense
 
 
@@ -74,7 +74,7 @@ class SparseTraining:
         structure_lr: Adam's learning rate for s; the paper's, and the default, is 12e-3.
         resample_every: steps for which a sub-network is held. Of the paper's policy only the first of them updates s:
             after it the weights have been trained for this mask, and the two losses no longer compare. By default 1;
-            for "equal_worth" such that the search takes a tenth of `total_steps`, or 50 where these are not known.
+            for "equal_worth" 16, or less, such that the search takes no more than a tenth of `total_steps`.
         align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
             with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1. For
             "equal_worth", which pads nothing: large groups have multiples of so many units; 8 by default.
@@ -99,7 +99,9 @@ class SparseTraining:
             table; no setting of the others means anything to it then.
         fresh: for "equal_worth", and policies of your own that watch gradients as it does: the model has just been
             initialised, so its weights are scaled to the fan-in of the network that it starts with, as if that had been
-            initialised by itself. False for a model that has learned.
+            initialised by itself; and when the search ends by itself, the training begins anew with them, in the
+            network that was found, and with an empty optimizer. False for a model that has learned: by default where
+            the optimizer has state, or a batch norm has counted batches. Say it where neither tells.
 
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
@@ -128,7 +130,7 @@ class SparseTraining:
         sampling: str | None = None,
         keep: Iterable[str] = (),
         policy: str | Callable[..., Policy] = "equal_worth",
-        fresh: bool = True,
+        fresh: bool | None = None,
         wrap: Wrap | None = None,
         spread_references: bool = False,
         full_model_device: str | torch.device | None = None,
@@ -145,7 +147,9 @@ class SparseTraining:
             raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
         if wrap is not None and engine == "graphs":
             raise ValueError("`engine` is 'graphs', which cannot hold what `wrap` returns; leave one of them out")
-        self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device)
+        fresh = not has_learned(model, optimizer) if fresh is None else fresh
+        anew = fresh and name == "equal_worth"
+        self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device, anew)
         examples = example_inputs if self._place is None else memory.on_host(example_inputs)
         self.graph: ChannelGraph = trace_verified(model, examples, coupling or COUPLING[name], keep)
         if self.graph.num_units == 0:
@@ -169,9 +173,9 @@ class SparseTraining:
                 seed=seed,
                 align=align,
             )
+        self._beginning: dict[str, Tensor] = {}  # weights to begin anew with, when the structure is found
         if fresh and isinstance(self.policy, WatchingPolicy):
-            start = self.graph.select(self.policy.best_guess())
-            rescale_fan_in_(dict(model.named_parameters()), model, start)
+            self._beginning = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _named(model).items()}
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
         self.num_steps = 0
         self.num_examples: float = 0  # of the last step, over all ranks
@@ -183,11 +187,14 @@ class SparseTraining:
         engine = engine if wrap is None else "eager"
         self._watch: Watch | None = None
         if isinstance(self.policy, WatchingPolicy):
-            self._watch = Watch(self.policy, self.graph, model, optimizer)
+            self._watch = Watch(self.policy, self.graph, model, optimizer, examples)
         parts = assemble(model, optimizer, self.graph, self.policy, self._backward, engine, align, self._place)
         self.engine, self._networks, self._search, self._steps = parts.engine, parts.networks, parts.search, parts.steps
         self._parts = parts
         self._watch_on(True)
+        if self._beginning:  # only now: whatever can be refused has been
+            self._suit(self.mask)
+            self._networks.reload()
         keep_dense(
             model,
             optimizer,
@@ -333,8 +340,28 @@ class SparseTraining:
             self._held_steps = 0
             if isinstance(self.policy, WatchingPolicy) and self.policy.is_done:
                 self._end_search()
+                if self._beginning:
+                    self._begin_anew()
             if self.ranks.debugging:
                 self._check_ranks(f"after {self.num_steps} steps")
+
+    @torch.no_grad()
+    def _begin_anew(self) -> None:
+        """With the weights of the start, in the structure that was found: units of many ages do not train well."""
+        self.sync()
+        for name, tensor in _named(self.model).items():
+            tensor.copy_(self._beginning[name])
+        self._suit(self.mask)
+        if self.ranks.size > 1:
+            self.ranks.broadcast_([*self.model.parameters(), *self.model.buffers()])
+        self._networks.reload()
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {}})
+        self._beginning = {}
+
+    def _suit(self, mask: Tensor) -> None:
+        """Give fresh weights the scale that they would have in the network of a mask; frozen ones are not fresh."""
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        rescale_fan_in_(trained, self.model, self.graph.select(mask))
 
     def _end_search(self) -> None:
         self.settled = True
@@ -520,6 +547,7 @@ class SparseTraining:
             "policy": self.policy.state_dict(),
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "beginning": {name: tensor.clone() for name, tensor in self._beginning.items()},
             "random": torch.get_rng_state(),
         }
 
@@ -537,6 +565,7 @@ class SparseTraining:
         keep_probs = None if self.settled else self.policy.keep_probs
         self._networks.restore(state["masks"], state["room"], keep_probs)
         self._search.pending = state["pending"]
+        self._beginning = {name: tensor.to("cpu", copy=True) for name, tensor in state["beginning"].items()}
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.num_steps, self._held_steps = int(state["num_steps"]), int(state["held_steps"])
         torch.set_rng_state(state["random"].cpu())
@@ -567,9 +596,13 @@ class SparseTraining:
         if self._place is not None:  # a draw leaves behind what both networks have, and the rest may be on its way home
             self.sync()
         structure = {"keep-probabilities": self.keep_probs, "masks": self._networks.masks}
-        dense = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        self.ranks.check_equal(structure | dense, when)
+        self.ranks.check_equal(structure | _named(self.model), when)
 
     def _average_statistics(self, net: nn.Module) -> None:
         """Those that each rank has measured on its own batches."""
         self.ranks.average([torch.zeros(())], 1, running_statistics(net, training=False))
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

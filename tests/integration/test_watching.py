@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from slimstart import Flops, SparseTraining, models, trace
 from slimstart.engine.watching import Watch
 from slimstart.graph.readers import readers
-from slimstart.subnet import compact
+from slimstart.subnet import compact, compact_fresh
 
 
 def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Notes:
 def test_gradients_of_units_are_those_of_gates(name: str, align: int) -> None:
     sparse, notes = start(name, policy="paper", coupling="stream", resample_every=1, align=align), Notes()
     before = SGD(sparse.model.parameters(), lr=0.1)  # as the optimizer was before it was given narrow parameters
-    watch = Watch(notes, sparse.graph, sparse.model, before)  # type: ignore[arg-type]
+    watch = Watch(notes, sparse.graph, sparse.model, before, batch(0)[0][:1])  # type: ignore[arg-type]
     watch._optimizer = sparse.optimizer
     watch.start(sparse._networks)
     for number in range(2):  # of two random networks, with passengers where there is room to spare
@@ -98,6 +98,70 @@ def test_it_starts_as_a_narrow_network_would() -> None:
         for name, parameter in small.named_parameters():
             gain = (before.get_parameter(name)[0].numel() / parameter[0].numel()) ** 0.5 if fresh else 1.0
             assert torch.allclose(gain * parameter, sparse.net.get_parameter(name))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+def test_it_begins_anew_in_the_network_that_it_has_found(optimizer: Any) -> None:
+    """As if that had been trained from the start; a model that has learned goes on with what it has."""
+    torch.manual_seed(0)
+    model = models.build("resnet20", num_classes=10, width=0.25).double()
+    before = copy.deepcopy(model)
+    options = {"lr": 0.02, "weight_decay": 1e-3} | ({"momentum": 0.9} if optimizer is SGD else {})
+    own = optimizer(model.parameters(), **options)
+    sparse = SparseTraining(model, own, batch(0)[0][:1], Flops(0.4), resample_every=1)
+    start_widths = widths(sparse)
+    saved = None
+    for number in range(16):
+        saved = sparse.state_dict() if number == 7 else saved
+        sparse.step(loss_fn, *batch(number))
+    assert sparse.settled
+    assert widths(sparse) != start_widths
+    small = compact_fresh(before, sparse.graph.select(sparse.mask))
+    plain = optimizer(small.parameters(), **options)
+    for number in range(16, 20):
+        plain.zero_grad()
+        loss = loss_fn(small, *batch(number))
+        loss.backward()
+        plain.step()
+        assert float(sparse.step(loss_fn, *batch(number))) == pytest.approx(float(loss.detach()), rel=1e-9)
+    sparse.sync()
+    for name, parameter in small.named_parameters():
+        torch.testing.assert_close(sparse.net.get_parameter(name), parameter, rtol=1e-9, atol=1e-12)
+    assert sparse.state_dict()["beginning"] == {}
+    resumed_model = models.build("resnet20", num_classes=10, width=0.25).double()
+    resumed = SparseTraining(
+        resumed_model, optimizer(resumed_model.parameters(), **options), batch(0)[0][:1], Flops(0.4), resample_every=1
+    )
+    resumed.load_state_dict(saved)  # type: ignore[arg-type]
+    for number in range(7, 20):
+        resumed.step(loss_fn, *batch(number))
+    resumed.sync()
+    for name, parameter in resumed_model.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("sign", ["state", "batches", "none"])
+def test_signs_of_learning_keep_the_weights_as_they_are(sign: str) -> None:
+    model = models.build("resnet20", num_classes=10, width=0.25).double()
+    model.get_parameter("stage1.0.conv1.weight").requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
+    if sign == "batches":
+        model(batch(0)[0])
+    if sign == "state":
+        loss_fn(model.eval(), *batch(0)).backward()
+        optimizer.step()
+        model.train()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="needs 'stream'"):
+        SparseTraining(model, optimizer, batch(0)[0][:1], Flops(0.4), coupling="filter")
+    SparseTraining(model, optimizer, batch(0)[0][:1], Flops(0.4))
+    after = model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert bool(changed) == (sign == "none")
+    assert "stage1.0.conv1.weight" not in changed
+    if changed:  # once, and not once more for the training that was refused
+        weight = "stage1.0.conv2.weight"
+        assert float(after[weight].std() / before[weight].std()) < 2
 
 
 def test_it_settles_by_itself_and_costs_no_second_forward() -> None:
@@ -204,15 +268,16 @@ class Tied(nn.Module):
 def test_a_weight_that_reads_and_writes_says_nothing_of_its_group(head_first: bool) -> None:
     for tied in (False, True):
         model, notes = Tied(tied, head_first), Notes()
-        graph = trace(model, torch.zeros(1, 4, dtype=torch.int64), "stream")
-        Watch(notes, graph, model, SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+        example = torch.zeros(1, 4, dtype=torch.int64)
+        graph = trace(model, example, "stream")
+        Watch(notes, graph, model, SGD(model.parameters(), lr=0.1), example)  # type: ignore[arg-type]
         held = {group.name: bool(notes.held[group.units.start]) for group in graph.groups}
         assert held["up"] is False
         assert len(held) == 2
         assert any(held.values()) == tied
 
 
-def test_a_matrix_that_is_no_layer_holds_what_it_may_read() -> None:
+def test_a_matrix_that_is_no_layer_holds_what_it_may_read(caplog: pytest.LogCaptureFixture) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -224,8 +289,30 @@ def test_a_matrix_that_is_no_layer_holds_what_it_may_read() -> None:
 
     model, notes = Own(), Notes()
     graph = trace(model, torch.zeros(1, 8), "stream")
-    Watch(notes, graph, model, SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+    Watch(notes, graph, model, SGD(model.parameters(), lr=0.1), torch.zeros(1, 8))  # type: ignore[arg-type]
     assert bool(notes.held.all())
+    assert "widths stay at equal shares" in caplog.text
+
+
+class Twice(nn.Module):
+    """Linear layers behind a stream that stays whole; the first may also read, transposed."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.tied = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(self.norm(x)))
+        back = F.linear(hidden, self.up.weight.T) if self.tied else 0.0
+        return x + self.down(hidden) + back  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_layer_that_only_writes_is_no_reason_to_hold_its_group(tied: bool) -> None:
+    model, notes, example = Twice(tied).train(), Notes(), torch.zeros(1, 8)
+    Watch(notes, trace(model, example, "stream"), model, SGD(model.parameters(), lr=0.1), example)  # type: ignore[arg-type]
+    assert bool(notes.held.all()) == bool(notes.held.any()) == tied
+    assert model.training
 
 
 def test_a_scale_that_a_fused_optimizer_takes_out_itself_is_taken_out() -> None:
@@ -233,7 +320,7 @@ def test_a_scale_that_a_fused_optimizer_takes_out_itself_is_taken_out() -> None:
     fresh = start(policy="paper", coupling="stream", align=1)
     for one, scale in ((sparse, None), (fresh, torch.tensor(8.0))):
         model = one.model
-        watch = Watch(notes, one.graph, model, SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+        watch = Watch(notes, one.graph, model, SGD(model.parameters(), lr=0.1), batch(0)[0][:1])  # type: ignore[arg-type]
         watch.start(one._networks)
         (loss_fn(one.net, *batch(0)) * (1 if scale is None else scale)).backward()
         one.optimizer.grad_scale = scale  # type: ignore[attr-defined]
@@ -242,10 +329,10 @@ def test_a_scale_that_a_fused_optimizer_takes_out_itself_is_taken_out() -> None:
 
 
 def test_its_window_follows_the_length_of_the_run() -> None:
-    assert start(resample_every=None).resample_every == 50
+    assert start(resample_every=None).resample_every == 16
     assert start(resample_every=None, total_steps=1000).resample_every == 6  # 100 steps of 16 rounds
     assert start(resample_every=None, total_steps=20).resample_every == 1
-    assert start(resample_every=None, total_steps=160_000).resample_every == 1000
+    assert start(resample_every=None, total_steps=160_000).resample_every == 16
 
 
 def test_errors() -> None:
@@ -258,6 +345,7 @@ def test_errors() -> None:
     sparse = start()
     with pytest.raises(ValueError, match="got a closure"):
         sparse.optimizer.step(lambda: 0.0)
+    sparse.optimizer.step(None)  # as wrappers do
     model = chain()
     optimizer = SGD(model.parameters(), lr=0.1)
     for coupling in ("filter", "stream"):  # a refusal leaves the optimizer as it was

@@ -11,20 +11,32 @@ in a CUDA graph that holds the optimizer's step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from slimstart.devices import cuda_devices
 from slimstart.graph import ChannelGraph
 from slimstart.graph.readers import LAYERS, Reader, readers
+from slimstart.inputs import as_call
 from slimstart.structure import WatchingPolicy
 from slimstart.subnet import Networks
 from slimstart.subnet.compact import tensor_places
+
+logger = logging.getLogger(__name__)
+_LAYERS_DO = (
+    F.linear,
+    *(F.conv1d, F.conv2d, F.conv3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+)  # whose second argument is the weight
 
 
 class Watch:
@@ -38,12 +50,20 @@ class Watch:
         graph: of the model, with coupling "stream".
         model: the dense one.
         optimizer: over its parameters.
+        example_inputs: for the model, which is run on them once.
 
     Raises:
         ValueError: the coupling is another one.
     """
 
-    def __init__(self, policy: WatchingPolicy, graph: ChannelGraph, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        policy: WatchingPolicy,
+        graph: ChannelGraph,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example_inputs: Any,
+    ) -> None:
         if graph.coupling != "stream":
             raise ValueError(
                 f"`coupling` is {graph.coupling!r}; a policy that learns from gradients needs 'stream', where every "
@@ -55,7 +75,10 @@ class Watch:
         found = readers(graph, model)
         self._readers = [reader for reader in found if id(named[reader.weight]) in trained]
         self._hook: RemovableHandle | None = None
-        policy.hold(unknown(graph, model, found, self._readers))
+        held = unknown(graph, model, example_inputs, found, self._readers)
+        if bool(held.all()):
+            logger.warning("widths stay at equal shares: of no group it is known that only trained layers read it")
+        policy.hold(held)
 
     def start(self, networks: Networks) -> None:
         """Tell of the network that is trained, from now on."""
@@ -72,7 +95,7 @@ class Watch:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args[1:] or kwargs.get("closure") is not None:
+        if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
             raise ValueError(
                 "`optimizer.step` got a closure, which makes the gradients only then; this policy learns from them "
                 "before the step: compute the loss and its backward first, or let `SparseTraining.step` do it"
@@ -95,10 +118,13 @@ class Watch:
             self._policy.watch_(gradients[:-1] if scale is None else gradients[:-1] / scale)  # the last always stays
 
 
-def unknown(graph: ChannelGraph, model: nn.Module, found: list[Reader], watched: list[Reader]) -> Tensor:
+def unknown(
+    graph: ChannelGraph, model: nn.Module, example_inputs: Any, found: list[Reader], watched: list[Reader]
+) -> Tensor:
     """(U,) bool: units that something reads, or may read, which is not watched; and those that nothing reads.
 
     Args:
+        example_inputs: for the model.
         found: all weights that are known to read.
         watched: those of them whose gradients will be seen.
     """
@@ -108,21 +134,50 @@ def unknown(graph: ChannelGraph, model: nn.Module, found: list[Reader], watched:
     for reader in found:
         if reader not in watched:
             mark[reader.units] = True
-    for name in _perhaps_reading(graph, model, {reader.weight for reader in found}):
+    for name in _perhaps_reading(graph, model, example_inputs, {reader.weight for reader in found}):
         for piece in graph.tensors[name]:
             mark[graph.units_along(piece.axis)] = True
     return mark[:-1]
 
 
-def _perhaps_reading(graph: ChannelGraph, model: nn.Module, known: set[str]) -> Iterator[str]:
+def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any, known: set[str]) -> Iterator[str]:
     """Matrices with channels of which it is not known what they do, or that also do something else."""
     places, modules = tensor_places(model), dict(model.named_modules(remove_duplicate=False))
+    uses = _run(model, example_inputs)
     for name, parameter in model.named_parameters():
         owners = [modules[path] for path, _ in places[name]]
         if name not in graph.tensors or parameter.dim() < 2 or all(isinstance(o, nn.Embedding) for o in owners):
             continue
-        if name in known and all(isinstance(owner, LAYERS) for owner in owners):
-            continue
-        if name not in known and all(isinstance(owner, _ConvNd) for owner in owners):
-            continue  # within channels: it goes with the unit
+        if all(isinstance(owner, LAYERS) for owner in owners) and (name in known or id(parameter) not in uses.others):
+            continue  # it is known, or writes only, or works within channels
         yield name
+
+
+class _Uses(TorchFunctionMode):
+    """Notes parameters that are used in other ways than as the weight of a layer; their ids are in `others`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):  # its shape, or its type, is no use of it
+            rest = (args[:1], args[2:], kwargs) if func in _LAYERS_DO else (args, kwargs)
+            self.others |= {id(leaf) for leaf in tree_leaves(rest) if isinstance(leaf, nn.Parameter)}
+        return found
+
+
+def _run(model: nn.Module, example_inputs: Any) -> _Uses:
+    """See how a model uses its parameters."""
+    modes = {module: module.training for module in model.modules()}
+    (args, kwargs), uses = as_call(example_inputs), _Uses()
+    model.eval()
+    try:
+        # With gradients: without them PyTorch runs some layers as one, and nothing is seen of their weights.
+        with torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)), uses:
+            model(*args, **kwargs)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return uses

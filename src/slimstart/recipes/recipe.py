@@ -39,7 +39,7 @@ def _setting(default: Any, about: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, on what, and how. The defaults are the paper's on CIFAR where it has some."""
+    """What is trained, on what, and how. Of the training, the defaults are the paper's on CIFAR where it has some."""
 
     model: str = _setting(
         "small", "network: a name of ours (vgg16, resnet20, ...), timm:NAME or your own module:factory"
@@ -75,13 +75,15 @@ class Recipe:
         "12e-3",
     )
     resample_every: int | None = _setting(
-        None, "steps for which a sub-network is held; if not given a 16th of a tenth of the run, for the policy paper 1"
+        None, "steps for which a sub-network is held; if not given 16, or less in a short run; for the policy paper 1"
     )
     align: int | None = _setting(
-        None, "room for units in multiples of this, padded with zeros; 8 with CUDA graphs and 1 without if not given"
+        None,
+        "widths of large groups are multiples of this; 8 if not given. For the policy paper, room for units, padded "
+        "with zeros; 8 with CUDA graphs and 1 without if not given",
     )
     settle_at: float = _setting(1.0, "share of the epochs after which the structure is fixed")
-    num_masks: int = _setting(10, "masks from which the structure is chosen, by loss on training batches")
+    num_masks: int = _setting(10, "masks from which the policy paper chooses, by loss on training batches")
     protocol: str = _setting(
         "original",
         "of methods that cut a trained network: original, uniform (one share of every layer in one cut), or, of soft "
@@ -186,9 +188,10 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, known in choices.items():
         if getattr(recipe, name) not in known:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(filter(None, known))}"
-    if recipe.policy == "equal_worth" and recipe.coupling == "filter":
+    ours = recipe.method == "slimstart" and recipe.policy == "equal_worth"
+    if ours and recipe.coupling == "filter":
         yield "`coupling` is 'filter', but the policy equal_worth needs stream; take that, or leave it out"
-    if recipe.policy == "equal_worth" and recipe.method == "slimstart":
+    if ours:
         for name in OF_THE_PAPER:
             if (value := getattr(recipe, name)) is not None:
                 yield f"`{name}` is {value!r}, but only the policy paper has it; take that, or leave it out"
@@ -263,11 +266,11 @@ def make_model(name: str, *, num_classes: int, in_channels: int, width: float = 
 def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with some fields changed.
 
-    The method dense drops a budget that it came with, and another policy what was chosen for the last one.
+    The method dense drops a budget that it came with, and another policy what was chosen for the paper's.
     """
     if changes.get("method") == "dense" and "budget" not in changes:
         changes = {**changes, "budget": None}
-    if changes.get("policy", recipe.policy) != recipe.policy:
+    if recipe.policy == "paper" != changes.get("policy", "paper"):
         changes = {**dict.fromkeys(("coupling", "resample_every", *OF_THE_PAPER)), **changes}
     return dataclasses.replace(recipe, **changes)
 

@@ -206,6 +206,8 @@ def _facts(row: Row, defaults: Mapping[str, Any]) -> dict[str, str]:
             settings = {name: value for name, value in settings.items() if name not in OF_THE_PAPER}
         elif settings.get("estimator") == ITS_ESTIMATOR:
             del settings["estimator"]
+    else:
+        settings = {name: value for name, value in settings.items() if name not in ("policy", "estimator", "sampling")}
     return {
         name: f"{name} {value}" for name, value in settings.items() if name not in NAMED and value != defaults.get(name)
     }

@@ -77,8 +77,8 @@ class EqualWorth:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1")
         if not 0 < rate <= 1:
             raise ValueError(f"`rate` is {rate}; it must be in (0, 1]")
-        if not pull >= 0:
-            raise ValueError(f"`pull` is {pull}; it must not be negative")
+        if not 0 <= rate * pull <= 1:
+            raise ValueError(f"`pull` is {pull}; it must be in [0, {1 / rate:g}], or widths would swing")
         self.budget: BoundBudget = budget.bind(table)
         self.align, self.rounds, self.rate, self.pull = align, rounds, rate, pull
         self._fit = Fit(self.budget, table)
@@ -212,7 +212,7 @@ class EqualWorth:
 
 
 def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
-    """(G, G): which part of what a group costs it shares with each other one; rows sum up to 1, or 0 if it shares none.
+    """(G, G): which part of what a group costs it shares with each other one; a row sums up to 1 at most.
 
     Args:
         group: (U,) of the units.
@@ -224,11 +224,10 @@ def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
         return torch.zeros_like(shares).index_add(0, group, each)
 
     # Costs are products of widths, so a difference is a derivative, but for a group with itself.
-    alone, step = costs(shares), 0.1 * shares
-    wider = [costs(shares + step * (torch.arange(len(shares)) == h)) for h in range(len(shares))]
-    shared = (torch.stack(wider, 1) - alone[:, None]) * shares[:, None]
-    shared = shared.fill_diagonal_(0).clamp(min=0)
-    return shared / shared.sum(1, keepdim=True).clamp(min=1e-9 * budget.dense)
+    alone, step = costs(shares), 0.1
+    wider = [costs(shares * (1 + step * (torch.arange(len(shares)) == h))) for h in range(len(shares))]
+    shared = ((torch.stack(wider, 1) - alone[:, None]) / step).fill_diagonal_(0).clamp(min=0)
+    return shared / alone.clamp(min=1e-9 * budget.dense)[:, None]
 
 
 def _median(values: Tensor, weights: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from slimstart.structure.policies import Policy
 
 POLICIES = ("equal_worth", "paper")
 COUPLING = {"equal_worth": "stream", "paper": "filter"}
-SEARCH = 0.1  # of the training, for all rounds of "equal_worth"
+WINDOW, MOST_SEARCHED = 16, 0.1  # steps between two draws of "equal_worth", and the share of the training for all
 
 
 def make_policy(
@@ -61,4 +61,4 @@ def default_window(name: str, total_steps: int | None) -> int:
     """Steps between two draws where nobody has said how many."""
     if name == "paper":
         return 1
-    return 50 if total_steps is None else max(1, round(SEARCH * total_steps / ROUNDS))
+    return WINDOW if total_steps is None else min(WINDOW, max(1, round(MOST_SEARCHED * total_steps / ROUNDS)))

@@ -13,7 +13,7 @@ chain rule.
 
 from slimstart.subnet.batchnorm import recalibrate
 from slimstart.subnet.compact import compact
-from slimstart.subnet.fan_in import compact_fresh, rescale_fan_in_
+from slimstart.subnet.fan_in import compact_fresh, has_learned, rescale_fan_in_
 from slimstart.subnet.masking import MaskedNetwork
 from slimstart.subnet.networks import Executed, Networks, Traffic
 from slimstart.subnet.optimizer_state import OptimizerLink
@@ -36,6 +36,7 @@ __all__ = [
     "Traffic",
     "compact",
     "compact_fresh",
+    "has_learned",
     "recalibrate",
     "rescale_fan_in_",
     "trace_verified",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from slimstart.graph import Selection
 from slimstart.graph.readers import LAYERS
@@ -21,15 +22,21 @@ def rescale_fan_in_(weights: Mapping[str, Tensor], model: nn.Module, selection: 
     """Give weights the scale of an initialisation at the fan-in that they have under a selection, in place.
 
     Args:
-        weights: by name, narrow or dense; only those of convolutions and linear layers are changed.
+        weights: by name, narrow or dense; only convolutions and linear layers among them are changed.
         model: the dense model.
     """
     modules = dict(model.named_modules())
     for name, dense in model.named_parameters():
         layer = modules[name.rpartition(".")[0]]
-        if dense.dim() > 1 and name in selection.graph.tensors and isinstance(layer, LAYERS):
+        if name in weights and dense.dim() > 1 and name in selection.graph.tensors and isinstance(layer, LAYERS):
             narrow = selection.shape(name, dense.shape)
             weights[name].mul_((dense.shape[1:].numel() / narrow[1:].numel()) ** 0.5)
+
+
+def has_learned(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether there are signs that a model is no longer as it was initialised."""
+    counts = (buffer for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked"))
+    return bool(optimizer.state) or any(bool(count > 0) for count in counts if not count.is_meta)
 
 
 def compact_fresh(model: nn.Module, selection: Selection) -> nn.Module:
