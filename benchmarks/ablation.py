@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,12 +23,12 @@ import records
 import torch
 from torch import Tensor
 
+from slimstart import SparseTraining
 from slimstart.recipes.comparison import Trial, carry_out
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.surroundings import Place, find_device
 from slimstart.structure import EqualWorth
-from slimstart.structure.equal_worth import ROUNDS
-from slimstart.structure.naming import SEARCH
+from slimstart.structure.naming import WINDOW
 
 
 class Frozen(EqualWorth):
@@ -63,11 +64,11 @@ class Steady(EqualWorth):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A policy in the place of `EqualWorth`, and the share of the training in which it searches."""
+    """A policy in the place of `EqualWorth`, other settings, and whether training begins anew in what was found."""
 
     policy: Callable[..., EqualWorth] = EqualWorth
-    search: float = SEARCH
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    anew: bool = True
 
 
 NARROW = {"method": "narrow"}
@@ -82,21 +83,28 @@ VARIANTS = {
     "steady": Variant(Steady),
     **{f"pull={p:g}": Variant(partial(EqualWorth, pull=p)) for p in (0, 0.5, 1, 2, 4)},
     **{f"rate={r:g}": Variant(partial(EqualWorth, rate=r)) for r in (0.25, 1)},
-    **{f"search={s:g}": Variant(search=s) for s in (0.05, 0.2, 0.4)},
-    "rounds=4": Variant(partial(EqualWorth, rounds=4), search=SEARCH * ROUNDS / 4),
+    **{f"window={n}": Variant(recipe={"resample_every": n}) for n in (4, 8, 32, 44)},
+    "goes_on": Variant(anew=False),
+    "goes_on_long": Variant(recipe={"resample_every": 44}, anew=False),
+    "rounds=4": Variant(partial(EqualWorth, rounds=4), {"resample_every": 4 * WINDOW}),
 }
+
+
+def _go_on(sparse: SparseTraining) -> None:
+    """With the weights that the search has left."""
+    sparse._beginning = {}
 
 
 def run(name: str, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
     """One row."""
     variant = VARIANTS[name]
     recipe = dataclasses.replace(base, **variant.recipe)
-    if recipe.method == "slimstart" and variant.search != SEARCH:
-        # As many images as CIFAR-10 has: the window is all that is changed.
-        steps = recipe.epochs * ((50_000 - recipe.validation) // recipe.batch_size)
-        recipe = dataclasses.replace(recipe, resample_every=max(1, round(variant.search * steps / ROUNDS)))
-    with patch("slimstart.structure.naming.EqualWorth", variant.policy):
-        outcome = carry_out(Trial(f"{name}-{recipe.budget}-seed{recipe.seed}".replace("=", "-"), recipe), folder, place)
+    label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
+    with (
+        patch("slimstart.structure.naming.EqualWorth", variant.policy),
+        patch.object(SparseTraining, "_begin_anew", SparseTraining._begin_anew if variant.anew else _go_on),
+    ):
+        outcome = carry_out(Trial(label, recipe), folder, place)
     record = outcome.record
     if record is None:
         return {"variant": name, "budget": recipe.budget, "seed": recipe.seed, "failure": outcome.failure}
@@ -123,12 +131,14 @@ def show(rows: list[dict[str, Any]]) -> None:
                 spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
                 seconds = statistics.mean(row["train_seconds"] for row in found)
                 mean = statistics.mean(values)
-                print(f"{budget:12s} {name:14s} {mean:.2f}{spread}  {len(values)} seeds  {seconds:.1f} s")
+                print(f"{budget:12s} {name:12s} {mean:.2f}{spread}  {len(values)} seeds  {seconds:.1f} s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", default="narrow,equal_worth", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument(
+        "--variants", default="narrow,equal_worth", help=f"of {'; '.join(VARIANTS)}; with commas or semicolons"
+    )
     parser.add_argument("--model", default="vgg19")
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir", type=Path)

@@ -51,9 +51,8 @@ def test_it_finds_the_widths_of_least_loss(values, pull):
     while not policy.is_done:
         widths = policy.widths.double()
         wider = widths.log() - start
-        watch(
-            policy, policy.draw()[0] * (a / widths**2 * (pull * (wider * beside.sum(1) - beside @ wider)).exp())[group]
-        )
+        lacking = (pull * (wider * beside.sum(1) - beside @ wider)).exp()
+        watch(policy, policy.draw()[0] * (a / widths**2 * lacking)[group])
         policy.draw()
     found = float((a / policy.widths).sum())
     bound, rank = Flops(0.2).bind(graph.costs), torch.cat([torch.arange(n) for n in SIZES.tolist()])
@@ -85,7 +84,7 @@ def test_neighbours_share_what_their_products_cost(graph):
     widths = sizes * shares
     expected = pairs * widths / (pairs @ widths + alone)[:, None]
     assert torch.allclose(found, expected, atol=1e-5)
-    assert 0.5 < float(found.sum(1).min()) < float(found.sum(1).max()) < 1 + 1e-9
+    assert 0.5 < float(found.sum(1).min()) < float(found.sum(1).max()) < 1 + 1e-6
 
 
 @settings(max_examples=20)

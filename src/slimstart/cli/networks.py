@@ -91,7 +91,7 @@ def inspect(
     model: Annotated[str, typer.Argument(help="A name of ours, timm:NAME, or your own module:factory.")],
     image: Annotated[str, typer.Option(help="Shape of an input, channels first.")] = "3x32x32",
     num_classes: Annotated[int, typer.Option(help="Classes.")] = 10,
-    coupling: Annotated[str, typer.Option(help="filter or stream.")] = "filter",
+    coupling: Annotated[str, typer.Option(help="stream, or filter as in the paper.")] = "stream",
     budget: Annotated[str | None, typer.Option(help="Also show the uniform network of this budget.")] = None,
 ) -> None:
     """Which channels of a network live and die together, what stays whole and why, and what it all costs."""
