@@ -4,9 +4,7 @@ import dataclasses
 import json
 import logging
 import re
-import statistics
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -101,17 +99,19 @@ def record(*rows: Row) -> Bench:
 # --------------------------------------------------------------------------- taking turns
 
 
-def test_turns_are_times_per_step() -> None:
+def test_turns_are_times_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
+    clock = [0.0]
+    monkeypatch.setattr("slimstart.accounting.timing.time.perf_counter", lambda: clock[0])
 
-    def sleeping(name: str, seconds: float) -> Callable[[], None]:
-        return lambda: (calls.append(name), time.sleep(seconds))[1]
+    def lasting(name: str, seconds: float) -> Callable[[], None]:
+        return lambda: (calls.append(name), clock.append(clock.pop() + seconds))[1]
 
-    turns = {"a": Turn(sleeping("a", 0.02), 2), "b": Turn(sleeping("b", 0.01), 1)}
+    turns = {"a": Turn(lasting("a", 0.02), 2), "b": Turn(lasting("b", 0.01), 1)}
     times = take_turns(turns, CPU, rounds=3, seconds=10)
     assert calls == ["a", "a", "b"] * 3
-    assert statistics.median(times["a"]) == pytest.approx(20, rel=0.3)
-    assert statistics.median(times["b"]) == pytest.approx(10, rel=0.3)
+    assert times["a"] == pytest.approx([20] * 3)
+    assert times["b"] == pytest.approx([10] * 3)
     assert len(take_turns(turns, CPU, rounds=100, seconds=0.01)["a"]) == 2  # and then no more
     assert spread(range(11)) == (1, 9)
 
