@@ -199,7 +199,7 @@ class SparseTraining:
             model,
             optimizer,
             sync=self.sync,
-            reload=self._networks.reload,
+            reload=self._reload,
             release=self._networks.release,
             adopt=self._adopt,
             dense=self._dense_optimizer_state,
@@ -462,6 +462,7 @@ class SparseTraining:
         self.sync()
         mask = self._best_mask(seen, loss_fn, num_samples)
         self._end_search()
+        self._beginning = {}
         self._networks.enter(mask[None], None)
         self._held_steps = 0
         recalibrate(self._networks.net.module, seen, loss_fn)
@@ -583,6 +584,10 @@ class SparseTraining:
         self.load_state_dict(checkpoints.read(path))
 
     # --- small print -------------------------------------------------------------------------------------------------
+
+    def _reload(self) -> None:
+        self._networks.reload()
+        self._beginning = {}  # whoever loads weights wants them kept
 
     def _adopt(self) -> None:
         self._networks.adopt()

@@ -140,6 +140,25 @@ def test_it_begins_anew_in_the_network_that_it_has_found(optimizer: Any) -> None
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("how", ["settled by hand", "weights loaded"])
+def test_weights_that_somebody_wants_are_kept(how: str) -> None:
+    sparse = start(resample_every=1)
+    sparse.step(loss_fn, *batch(0))
+    if how == "weights loaded":
+        sparse.model.load_state_dict({k: v + 0.125 for k, v in sparse.model.state_dict().items()})
+    else:
+        sparse.settle([batch(1)], loss_fn)
+    assert sparse.state_dict()["beginning"] == {}
+    sparse.optimizer.param_groups[0].update(lr=0.0)
+    weights = {name: parameter.clone() for name, parameter in sparse.model.named_parameters()}
+    for number in range(16):
+        sparse.step(loss_fn, *batch(number))
+    assert sparse.settled
+    sparse.sync()
+    for name, parameter in sparse.model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+
 @pytest.mark.parametrize("sign", ["state", "batches", "none"])
 def test_signs_of_learning_keep_the_weights_as_they_are(sign: str) -> None:
     model = models.build("resnet20", num_classes=10, width=0.25).double()
