@@ -105,9 +105,13 @@ def nearest_by_qp(z: Sequence[float], filters: Sequence[int], limit: float) -> n
     """min ||s - z||^2 subject to 0 <= s <= 1 and filters @ s <= limit, by a general solver.
 
     With x = s - z it is a least-distance problem, min ||x|| subject to G x >= h, which Lawson and Hanson (1974, ch. 23)
-    solve as one of non-negative least squares.
+    solve as one of non-negative least squares. That solver stumbles over entries of 1e-16 among those of 1.
     """
-    target, normal, identity = np.asarray(z, dtype=float), np.asarray(filters, dtype=float), np.eye(len(z))
+    target, normal, identity = (
+        np.round(np.asarray(z, dtype=float), 12),
+        np.asarray(filters, dtype=float),
+        np.eye(len(z)),
+    )
     G = np.vstack([identity, -identity, -normal])
     h = np.concatenate([-target, target - 1, [normal @ target - limit]])
     E = np.vstack([G.T, h])
