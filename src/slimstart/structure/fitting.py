@@ -66,7 +66,7 @@ def steps(sizes: Tensor, align: int) -> Tensor:
 
 
 def whole(wanted: Tensor, sizes: Tensor, align: int, fits: Callable[[Tensor], bool]) -> Tensor:
-    """Widths near those that are wanted: whole numbers of `steps`, within the budget, and filling it.
+    """Widths near those that are wanted: whole numbers of `steps`, or of `align` where few, filling the budget.
 
     No group gets more than a step beyond what is wanted.
 
@@ -76,6 +76,7 @@ def whole(wanted: Tensor, sizes: Tensor, align: int, fits: Callable[[Tensor], bo
         fits: whether widths (G,) int64 are within the budget; one unit per group must be.
     """
     step = steps(sizes, align)
+    step = torch.where((step > align) & (wanted < 8 * align), align, step)  # fine where few are wanted
     if align > 1 and not fits(torch.minimum(step, sizes)):
         return whole(wanted, sizes, 1, fits)
     least = torch.minimum(step, sizes)
