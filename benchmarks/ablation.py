@@ -81,7 +81,7 @@ VARIANTS = {
     "cost_blind": Variant(CostBlind),
     "any_unit": Variant(AnyUnit),
     "steady": Variant(Steady),
-    **{f"pull={p:g}": Variant(partial(EqualWorth, pull=p)) for p in (0, 0.5, 1, 2, 4)},
+    **{f"pull={p:g}": Variant(partial(EqualWorth, pull=p)) for p in (0, 0.5, 2)},
     **{f"rate={r:g}": Variant(partial(EqualWorth, rate=r)) for r in (0.25, 1)},
     **{f"window={n}": Variant(recipe={"resample_every": n}) for n in (4, 8, 32, 44)},
     "goes_on": Variant(anew=False),
