@@ -86,6 +86,7 @@ VARIANTS = {
     **{f"window={n}": Variant(recipe={"resample_every": n}) for n in (4, 8, 32, 44)},
     "goes_on": Variant(anew=False),
     "goes_on_long": Variant(recipe={"resample_every": 44}, anew=False),
+    "first_form": Variant(partial(EqualWorth, pull=0), {"resample_every": 44}, anew=False),
     "rounds=4": Variant(partial(EqualWorth, rounds=4), {"resample_every": 4 * WINDOW}),
 }
 
