@@ -11,7 +11,7 @@ With :math:`c_g` the cost of one more unit of group g, the widths are best where
 all groups: otherwise a unit less here would pay for a better one there. So we follow
 
 .. math:: \log w_g \leftarrow \mathrm{fit}\left( \log w_g + \eta \log (\bar v_g / c_g)
-    - \eta p \, (x_g - \sum_h A_{gh} x_h) \right), \qquad x_g = \log (w_g / w^0_g)
+    - \eta p \sum_h A_{gh} (x_g - x_h) \right), \qquad x_g = \log (w_g / w^0_g)
 
 from equal shares :math:`w^0` of all groups, where `fit` moves all log-widths by one number such that the network fills
 the budget.
