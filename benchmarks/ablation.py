@@ -93,7 +93,7 @@ VARIANTS = {
 
 def _go_on(sparse: SparseTraining) -> None:
     """With the weights that the search has left."""
-    sparse._beginning = {}
+    sparse._beginning.forget()
 
 
 def run(name: str, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:

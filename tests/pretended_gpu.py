@@ -56,10 +56,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         "stream": lambda _: nullcontext(),
         "synchronize": lambda *_: None,
         "graph_pool_handle": object,
-        "mem_get_info": lambda: (80, 100),
-        "memory_reserved": lambda: 20,
-        "memory_allocated": lambda: 15,
-        "get_per_process_memory_fraction": lambda: 1.0,
+        "mem_get_info": lambda *_: (80, 100),
+        "memory_reserved": lambda *_: 20,
+        "memory_allocated": lambda *_: 15,
+        "get_per_process_memory_fraction": lambda *_: 1.0,
         "default_generators": [type("Generator", (), {"get_offset": lambda _: 0})()],
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -1,4 +1,4 @@
-"""Where a module lives."""
+"""Where a module lives, and how much room there is."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def cuda_devices(module: nn.Module) -> list[int]:
     For whoever has to leave their random numbers alone.
     """
     return sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
+
+
+def free_on_device(device: torch.device | None = None) -> int:
+    """Bytes that PyTorch can have there now, within its share (`torch.cuda.set_per_process_memory_fraction`)."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = round(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device), share) - torch.cuda.memory_allocated(device)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from slimstart.devices import free_on_device
 from slimstart.structure import Budget, Channels
 from slimstart.subnet.optimizer_state import first_state
 
@@ -154,14 +155,6 @@ def free_on_host() -> int:
         return 1024 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def free_on_device(device: torch.device) -> int:
-    """Bytes that PyTorch can have there now, within its share (`torch.cuda.set_per_process_memory_fraction`)."""
-    free, total = torch.cuda.mem_get_info(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    share = int(torch.cuda.memory.get_per_process_memory_fraction(device) * total)
-    return min(free + reserved, share) - allocated
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

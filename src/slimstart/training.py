@@ -48,7 +48,9 @@ from slimstart.graph import ChannelGraph
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 from slimstart.structure import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
 from slimstart.structure.naming import COUPLING, default_window
-from slimstart.subnet import Executed, Traffic, has_learned, recalibrate, rescale_fan_in_, trace_verified
+from slimstart.subnet import Executed, Traffic, has_learned, recalibrate, trace_verified
+from slimstart.subnet.beginning import Beginning
+from slimstart.subnet.compact import tensor_names
 from slimstart.subnet.state_hooks import keep_dense
 
 
@@ -96,7 +98,7 @@ class SparseTraining:
             `example_inputs`, and at a draw only what changes is exchanged (`traffic`).
         policy: what learns the structure. "equal_worth": widths, from the gradients of ordinary steps
             (`slimstart.structure.EqualWorth`). "paper": Algorithm 1. Or one of your own, called with the graph's cost
-            table; no setting of the others means anything to it then.
+            table alone: it has its own budget.
         fresh: for "equal_worth", and policies of your own that watch gradients as it does: the model has just been
             initialised, so its weights are scaled to the fan-in of the network that it starts with, as if that had been
             initialised by itself; and when the search ends by itself, the training begins anew with them, in the
@@ -155,27 +157,20 @@ class SparseTraining:
         if self.graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
-        self.policy: Policy
-        if callable(policy):
-            self.policy = policy(self.graph.costs)
-        else:
-            assert budget is not None
-            self.policy = make_policy(
-                name,
-                self.graph.costs,
-                budget,
-                estimator=estimator,
-                alpha=alpha,
-                structure_lr=structure_lr,
-                sampling=sampling,
-                total_steps=total_steps,
-                resample_every=resample_every,
-                seed=seed,
-                align=align,
-            )
-        self._beginning: dict[str, Tensor] = {}  # weights to begin anew with, when the structure is found
-        if fresh and isinstance(self.policy, WatchingPolicy):
-            self._beginning = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _named(model).items()}
+        self.policy: Policy = make_policy(
+            policy,
+            self.graph.costs,
+            budget,
+            estimator=estimator,
+            alpha=alpha,
+            structure_lr=structure_lr,
+            sampling=sampling,
+            total_steps=total_steps,
+            resample_every=resample_every,
+            seed=seed,
+            align=align,
+        )
+        self._beginning = Beginning(model, self.graph, fresh and isinstance(self.policy, WatchingPolicy))
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
         self.num_steps = 0
         self.num_examples: float = 0  # of the last step, over all ranks
@@ -193,7 +188,7 @@ class SparseTraining:
         self._parts = parts
         self._watch_on(True)
         if self._beginning:  # only now: whatever can be refused has been
-            self._suit(self.mask)
+            self._beginning.suit_(self.mask)
             self._networks.reload()
         keep_dense(
             model,
@@ -345,23 +340,15 @@ class SparseTraining:
             if self.ranks.debugging:
                 self._check_ranks(f"after {self.num_steps} steps")
 
-    @torch.no_grad()
     def _begin_anew(self) -> None:
-        """With the weights of the start, in the structure that was found: units of many ages do not train well."""
+        """With the weights of the start, in the structure that was found."""
         self.sync()
-        for name, tensor in _named(self.model).items():
-            tensor.copy_(self._beginning[name])
-        self._suit(self.mask)
+        self._beginning.return_(self.mask)
         if self.ranks.size > 1:
             self.ranks.broadcast_([*self.model.parameters(), *self.model.buffers()])
         self._networks.reload()
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {}})
-        self._beginning = {}
-
-    def _suit(self, mask: Tensor) -> None:
-        """Give fresh weights the scale that they would have in the network of a mask; frozen ones are not fresh."""
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        rescale_fan_in_(trained, self.model, self.graph.select(mask))
+        self._beginning.forget()
 
     def _end_search(self) -> None:
         self.settled = True
@@ -462,7 +449,7 @@ class SparseTraining:
         self.sync()
         mask = self._best_mask(seen, loss_fn, num_samples)
         self._end_search()
-        self._beginning = {}
+        self._beginning.forget()
         self._networks.enter(mask[None], None)
         self._held_steps = 0
         recalibrate(self._networks.net.module, seen, loss_fn)
@@ -548,7 +535,7 @@ class SparseTraining:
             "policy": self.policy.state_dict(),
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-            "beginning": {name: tensor.clone() for name, tensor in self._beginning.items()},
+            "beginning": {name: tensor.clone() for name, tensor in self._beginning.tensors.items()},
             "random": torch.get_rng_state(),
         }
 
@@ -566,7 +553,7 @@ class SparseTraining:
         keep_probs = None if self.settled else self.policy.keep_probs
         self._networks.restore(state["masks"], state["room"], keep_probs)
         self._search.pending = state["pending"]
-        self._beginning = {name: tensor.to("cpu", copy=True) for name, tensor in state["beginning"].items()}
+        self._beginning.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state["beginning"].items()}
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.num_steps, self._held_steps = int(state["num_steps"]), int(state["held_steps"])
         torch.set_rng_state(state["random"].cpu())
@@ -587,7 +574,7 @@ class SparseTraining:
 
     def _reload(self) -> None:
         self._networks.reload()
-        self._beginning = {}  # whoever loads weights wants them kept
+        self._beginning.forget()  # whoever loads weights wants them kept
 
     def _adopt(self) -> None:
         self._networks.adopt()
@@ -601,13 +588,8 @@ class SparseTraining:
         if self._place is not None:  # a draw leaves behind what both networks have, and the rest may be on its way home
             self.sync()
         structure = {"keep-probabilities": self.keep_probs, "masks": self._networks.masks}
-        self.ranks.check_equal(structure | _named(self.model), when)
+        self.ranks.check_equal(structure | tensor_names(self.model), when)
 
     def _average_statistics(self, net: nn.Module) -> None:
         """Those that each rank has measured on its own batches."""
         self.ranks.average([torch.zeros(())], 1, running_statistics(net, training=False))
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

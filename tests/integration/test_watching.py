@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 from slimstart import Flops, SparseTraining, models, trace
 from slimstart.engine.watching import Watch
 from slimstart.graph.readers import readers
+from slimstart.structure import EqualWorth
 from slimstart.subnet import compact, compact_fresh
 
 
@@ -30,8 +31,8 @@ def start(name: str = "resnet20", device: str = "cpu", **options: Any) -> Sparse
     torch.manual_seed(0)
     model = models.build(name, num_classes=10, width=0.25).double().to(device)
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
-    options = {"resample_every": 3, "policy": "equal_worth", **options}
-    return SparseTraining(model, optimizer, batch(0, device)[0][:1], Flops(0.4), **options)
+    options = {"budget": Flops(0.4), "resample_every": 3, "policy": "equal_worth", **options}
+    return SparseTraining(model, optimizer, batch(0, device)[0][:1], **options)
 
 
 def gates_by_autograd(sparse: SparseTraining, images: Tensor, labels: Tensor) -> Tensor:
@@ -357,10 +358,11 @@ def test_its_window_follows_the_length_of_the_run() -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="`policy` is 'best'; it must be one of equal_worth, paper"):
         start(policy="best")
-    with pytest.raises(
-        ValueError, match=r"`alpha` is 0\.5, a setting of the paper's policy; give policy='paper' with it"
-    ):
-        start(alpha=0.5)
+    for other in ({}, {"budget": None, "policy": lambda table: EqualWorth(table, Flops(0.4))}):
+        with pytest.raises(
+            ValueError, match=r"`alpha` is 0\.5, a setting of the paper's policy; give policy='paper' with it"
+        ):
+            start(alpha=0.5, **other)
     sparse = start()
     with pytest.raises(ValueError, match="got a closure"):
         sparse.optimizer.step(lambda: 0.0)

@@ -137,5 +137,5 @@ def test_memory_is_scarce_where_more_is_cached_than_left(
 ) -> None:
     numbers = {"memory_reserved": 20, "memory_allocated": 15, "get_per_process_memory_fraction": fraction}
     for name, value in {**numbers, "mem_get_info": (free, 100)}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert is_scarce() == scarce

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from slimstart.devices import free_on_device
+
 
 class Graphed:
     """A function that is captured at its second call.
@@ -72,11 +74,9 @@ def capture(function: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGra
 
 
 def is_scarce() -> bool:
-    """Whether the allocator holds more in its cache than is left of the device, or of the process's share of it."""
-    free, total = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_reserved()
-    left = min(free, round(torch.cuda.get_per_process_memory_fraction() * total) - reserved)
-    return reserved - torch.cuda.memory_allocated() > left
+    """Whether more of what is free lies in the allocator's cache than outside of it."""
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return 2 * cached > free_on_device()
 
 
 _streams: dict[int, torch.cuda.Stream] = {}

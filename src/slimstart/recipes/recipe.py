@@ -29,7 +29,7 @@ METHODS = (
     "grow-efficient",
 )
 PRECISIONS = ("float32", "tf32", "bfloat16")
-OF_THE_PAPER = ("estimator", "sampling", "structure_lr")  # settings of its policy
+OF_THE_PAPER = ("estimator", "sampling", "structure_lr")  # settings of its policy, of those that a recipe has
 
 
 def _setting(default: Any, about: str) -> Any:

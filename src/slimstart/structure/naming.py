@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from slimstart.costs import CostTable
 from slimstart.structure.bernoulli import ALPHA, STRUCTURE_LR, BernoulliUnits
@@ -17,9 +18,9 @@ WINDOW, MOST_SEARCHED = 16, 0.1  # steps between two draws of "equal_worth", and
 
 
 def make_policy(
-    name: str,
+    policy: str | Callable[[CostTable], Policy],
     table: CostTable,
-    budget: Budget,
+    budget: Budget | None,
     *,
     estimator: str | Estimator | None,
     alpha: float | None,
@@ -30,19 +31,23 @@ def make_policy(
     seed: int,
     align: int | None,
 ) -> Policy:
-    """One of `POLICIES`; arguments as for `SparseTraining`.
+    """One of `POLICIES`, or one of the user's own; arguments as for `SparseTraining`.
 
     Raises:
         ValueError: a setting of the paper's policy was given for another one.
     """
-    if name == "equal_worth":
-        of_the_paper = {"estimator": estimator, "alpha": alpha, "structure_lr": structure_lr, "sampling": sampling}
+    if policy != "paper":
+        of_the_paper = {"estimator": estimator, "alpha": alpha, "sampling": sampling, "structure_lr": structure_lr}
         for setting, value in of_the_paper.items():
             if value is not None:
                 raise ValueError(
                     f"`{setting}` is {value!r}, a setting of the paper's policy; give policy='paper' with it, or leave "
                     "it out"
                 )
+    if callable(policy):
+        return policy(table)
+    assert budget is not None
+    if policy == "equal_worth":
         return EqualWorth(table, budget) if align is None else EqualWorth(table, budget, align=align)
     estimator = get_estimator("vr_pge" if estimator is None else estimator)
     return BernoulliUnits(
