@@ -353,6 +353,10 @@ def test_its_window_follows_the_length_of_the_run() -> None:
     assert start(resample_every=None, total_steps=1000).resample_every == 6  # 100 steps of 16 rounds
     assert start(resample_every=None, total_steps=20).resample_every == 1
     assert start(resample_every=None, total_steps=160_000).resample_every == 16
+    for total in (10, 20, 159, 160, 161, 240, 1000):
+        sparse = start(resample_every=None, total_steps=total)
+        assert isinstance(sparse.policy, EqualWorth)
+        assert 1 <= sparse.policy.rounds * sparse.resample_every <= round(total / 10)
 
 
 def test_errors() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from slimstart.costs import CostTable
 from slimstart.structure.bernoulli import ALPHA, STRUCTURE_LR, BernoulliUnits
 from slimstart.structure.budgets import Budget
-from slimstart.structure.equal_worth import ROUNDS, EqualWorth
+from slimstart.structure.equal_worth import ALIGN, ROUNDS, EqualWorth
 from slimstart.structure.estimators import Estimator, get_estimator
 from slimstart.structure.policies import Policy
 
@@ -48,7 +48,8 @@ def make_policy(
         return policy(table)
     assert budget is not None
     if policy == "equal_worth":
-        return EqualWorth(table, budget) if align is None else EqualWorth(table, budget, align=align)
+        rounds = ROUNDS if total_steps is None else min(ROUNDS, _most_searched(total_steps))
+        return EqualWorth(table, budget, align=ALIGN if align is None else align, rounds=rounds)
     estimator = get_estimator("vr_pge" if estimator is None else estimator)
     return BernoulliUnits(
         table,
@@ -66,4 +67,9 @@ def default_window(name: str, total_steps: int | None) -> int:
     """Steps between two draws where nobody has said how many."""
     if name == "paper":
         return 1
-    return WINDOW if total_steps is None else min(WINDOW, max(1, round(MOST_SEARCHED * total_steps / ROUNDS)))
+    return WINDOW if total_steps is None else min(WINDOW, max(1, _most_searched(total_steps) // ROUNDS))
+
+
+def _most_searched(total_steps: int) -> int:
+    """Steps of a training that a search by worth may take."""
+    return max(1, round(MOST_SEARCHED * total_steps))
