@@ -406,7 +406,7 @@ def test_graphs_need_room_to_spare(device: str) -> None:
     assert "`align` is 1" in str(sparse.reason)
 
 
-@pytest.mark.parametrize("scarce", [False, True])
+@pytest.mark.parametrize("scarce", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slimstart.engine.graphs.is_scarce", lambda: scarce)
     settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 1}

@@ -121,6 +121,7 @@ def graph_of(coupling: str = "filter") -> ChannelGraph:
 GRAPHS = {coupling: graph_of(coupling) for coupling in ("filter", "stream")}
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(2, 9), st.sampled_from(["filter", "stream"]), st.integers(1, 3))
 def test_room_is_enough_aligned_and_changes_seldom(seed: int, align: int, coupling: str, num_masks: int) -> None:
@@ -175,6 +176,7 @@ def test_room_is_given_up_when_s_has_become_certain() -> None:
     assert torch.equal(fixed.room.units, slots.room.units)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from(["filter", "stream"]))
 def test_seats_are_those_of_the_selection(seed: int, coupling: str) -> None:
     """Every slot of every axis against the obvious: list the frame's indices, and write -1 for passengers."""
@@ -257,6 +259,7 @@ def test_what_is_not_kept_is_neither_read_nor_written() -> None:
         assert torch.equal(marked, inner.scatter_(name, dense.clone(), torch.full_like(inner.gather(name, dense), 7.0)))
 
 
+@pytest.mark.slow
 def test_a_padded_training_resumes_exactly(differences: Any) -> None:
     def fresh() -> SparseTraining:
         torch.manual_seed(0)
@@ -278,7 +281,8 @@ def test_a_padded_training_resumes_exactly(differences: Any) -> None:
     assert differences(whole.state_dict(), again.state_dict()) == []
 
 
-@pytest.mark.parametrize("coupling", ["filter", pytest.param("stream", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("coupling", ["filter", "stream"])
 def test_the_same_structure_is_settled_on(coupling: str) -> None:
     torch.manual_seed(0)
     images = torch.randn(6, 3, 16, 16, dtype=torch.float64)

@@ -186,7 +186,8 @@ def test_the_flops_are_those_of_what_runs(taken: list[Any]) -> None:
 # --------------------------------------------------------------------------- structures
 
 
-@pytest.mark.parametrize("fraction", [pytest.param(0.15, marks=pytest.mark.slow), 0.03])
+@pytest.mark.slow
+@pytest.mark.parametrize("fraction", [0.15, 0.03])
 def test_the_middle_is_half_decided_and_at_the_budget(fraction: float) -> None:
     graph = trace(build("small", num_classes=10), torch.zeros(1, 3, 28, 28), "filter")
     policy = BernoulliUnits(graph.costs, Flops(fraction))

@@ -103,7 +103,14 @@ def test_evaluate_repeats_the_accuracy_of_the_record(slimstart: Slimstart, train
     assert f"{records.read(trained).accuracy:.2f} %" in output
 
 
-@pytest.mark.parametrize(("kind", "name"), [("onnx", "a.onnx"), ("torch", "a.pt2"), ("safetensors", "a.safetensors")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param("onnx", "a.onnx", marks=pytest.mark.slow),
+        ("torch", "a.pt2"),
+        ("safetensors", "a.safetensors"),
+    ],
+)
 def test_export_writes_what_computes_the_same(
     slimstart: Slimstart, trained: Path, kind: str, name: str, tmp_path: Path
 ) -> None:
@@ -133,6 +140,7 @@ def test_recipes_lists_the_rows_of_the_paper(slimstart: Slimstart) -> None:
     assert re.search(r"^l1-vgg16-cifar10-uniform .* flops=0.087 .* 91.8 % at 19.9 % FLOPs *$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_recipe_file_and_options_on_top_of_it(slimstart: Slimstart, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(
         'extends = "fashion"\nwidth = 0.25\nepochs = 1\nbatch_size = 500\nnum_masks = 1\n'

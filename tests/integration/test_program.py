@@ -74,11 +74,12 @@ class Killer(Unwatched):
 
 SETTINGS = [
     {},
-    pytest.param({"method": "narrow"}, marks=pytest.mark.slow),
-    pytest.param({"resample_every": 4, "estimator": "leave_one_out", "align": 4}, marks=pytest.mark.slow),
+    {"method": "narrow"},
+    {"resample_every": 4, "estimator": "leave_one_out", "align": 4},
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(map(str, s.values())) or "default")
 def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_is_not(
     tmp_path: Path, settings: dict[str, Any], differences: Callable[[Any, Any], list[str]]
@@ -150,6 +151,7 @@ def test_a_dense_network_at_home_never_comes_to_the_gpu(tmp_path: Path) -> None:
     assert sum(p.numel() for p in network.parameters()) == record.params
 
 
+@pytest.mark.slow
 def test_a_polite_stop_saves_between_checkpoints(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     class Stopper(Unwatched):
         asked = 0
@@ -246,6 +248,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path: Pat
         assert not Run(tmp_path / method).finished
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, differences: Callable[[Any, Any], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:

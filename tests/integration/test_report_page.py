@@ -73,6 +73,7 @@ class Elements(HTMLParser):
 # --- what is on the page ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
     runs = [make(method, seed=seed, epochs=3) for method in ("slimstart", "narrow") for seed in range(2)]
     content = page.render(runs)
@@ -228,6 +229,7 @@ def test_a_missed_budget_is_seen() -> None:
     assert "Hollow points" not in page.render([make()])
 
 
+@pytest.mark.slow
 def test_many_methods_share_axes_budget_by_budget() -> None:
     """Ten methods under five budgets: panels of one budget each, and no two methods look the same."""
     budgets = (0.4, 0.2, 0.1, 0.05, 0.02)

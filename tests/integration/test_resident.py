@@ -603,6 +603,7 @@ def test_members_are_forgotten_before_products_are_put_behind_them(benchmark: An
     assert counted.most == 63 * 8 * (1 + 66), "one product, and the result"
 
 
+@pytest.mark.slow
 def test_a_row_that_runs_out_of_memory_is_recorded(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_polynomial_budgets_are_met_tightly(
     assert torch.equal(project(s, bound, direction), s)  # idempotent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @settings(max_examples=50, deadline=None)
 @given(
