@@ -10,6 +10,7 @@ have no part in that. Runs that a former call has finished are not repeated (`--
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import statistics
@@ -64,11 +65,16 @@ class Steady(EqualWorth):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A policy in the place of `EqualWorth`, other settings, and whether training begins anew in what was found."""
+    """A policy in the place of `EqualWorth`, other settings, and other constants of modules.
+
+    Attributes:
+        anew: whether training begins anew in what was found.
+    """
 
     policy: Callable[..., EqualWorth] = EqualWorth
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     anew: bool = True
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 NARROW = {"method": "narrow"}
@@ -87,6 +93,7 @@ VARIANTS = {
     "goes_on": Variant(anew=False),
     "goes_on_long": Variant(recipe={"resample_every": 44}, anew=False),
     "first_form": Variant(partial(EqualWorth, pull=0), {"resample_every": 44}, anew=False),
+    "small=4": Variant(constants={"slimstart.structure.fitting.SMALL": 4}),
     "rounds=4": Variant(partial(EqualWorth, rounds=4), {"resample_every": 4 * WINDOW}),
 }
 
@@ -101,10 +108,12 @@ def run(name: str, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
     variant = VARIANTS[name]
     recipe = dataclasses.replace(base, **variant.recipe)
     label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
-    with (
-        patch("slimstart.structure.naming.EqualWorth", variant.policy),
-        patch.object(SparseTraining, "_begin_anew", SparseTraining._begin_anew if variant.anew else _go_on),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch("slimstart.structure.naming.EqualWorth", variant.policy))
+        if not variant.anew:
+            stack.enter_context(patch.object(SparseTraining, "_begin_anew", _go_on))
+        for constant, value in variant.constants.items():
+            stack.enter_context(patch(constant, value))
         outcome = carry_out(Trial(label, recipe), folder, place)
     record = outcome.record
     if record is None:

@@ -64,7 +64,7 @@ def agree(name: str, coupling: str, optimizer: str) -> None:
 
 
 SHRINKABLE = [name for name, entry in ZOO.items() if (entry.min_coverage or 0) > 0 and name not in RANDOM]
-FEW = [name for name in SHRINKABLE if name in {"vgg_bn", "resnet_basic", "wide_resnet", "mobilenet_v1", "densenet"}]
+FEW = [name for name in SHRINKABLE if name in {"vgg_bn", "resnet_basic", "mobilenet_v1"}]
 FEW += [name for name in SHRINKABLE if name in {"resnet_group_norm", "nanogpt", "pixel_shuffle"}]
 
 

@@ -50,7 +50,6 @@ def far(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b) else [path]
 
 
-@pytest.mark.slow
 def test_two_and_four_ranks_are_one(differences: Callable[[Any, Any], list[str]]) -> None:
     alone = cases.several(ALONE, list(cases.CASES))
     for size, names in ((2, list(cases.CASES)), (4, ["batch norm, padded", "own loop"])):
@@ -171,7 +170,6 @@ def test_a_rank_that_is_killed_ends_the_others() -> None:
         assert seconds < 10
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_answer_ends_the_others() -> None:
     (error, seconds), gone = on_ranks(2, cases.lost, signal.SIGSTOP, timeout=4, patience=1.5)
     assert isinstance(gone, TimeoutError)
@@ -266,7 +264,6 @@ def torchrun(size: int, *arguments: str, **environment: str) -> subprocess.Compl
     return subprocess.run([*command, *arguments], env=settings, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     error, gone = on_ranks(2, cases.killed_program, tmp_path / "killed", RECIPE)
     assert isinstance(error, RankError)

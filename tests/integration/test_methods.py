@@ -108,12 +108,11 @@ def made(steps_per_epoch: int = STEPS, **settings: Any) -> Method:
 # --------------------------------------------------------------------------- stopped and resumed
 
 STOPPED = [
-    {"method": "l1"},
     {"method": "slimstart", "policy": "paper", "estimator": "ste"},
     *(
         pytest.param(settings, marks=pytest.mark.slow)
         for settings in (
-            *({"method": name} for name in ("soft", "slimming", "provable", "random", "grow-efficient")),
+            *({"method": name} for name in ("l1", "soft", "slimming", "provable", "random", "grow-efficient")),
             *({"method": name, "rounds": 2} for name in ("l1", "slimming", "thinet", "provable")),
             {"method": "slimstart", "policy": "equal_worth"},
             *({"method": "slimstart", "policy": "paper", "estimator": name} for name in RELAXATIONS if name != "ste"),

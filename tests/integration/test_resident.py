@@ -100,7 +100,7 @@ def train(sparse: SparseTraining, data: list[tuple[Tensor, Tensor]]) -> list[flo
 
 CASES = [
     {"align": 1},
-    {"align": 4, "optimizer": "adamw", "resample_every": 3},
+    pytest.param({"align": 4, "optimizer": "adamw", "resample_every": 3}, marks=SLOW),
     pytest.param({"align": 1, "optimizer": "adamw", "resample_every": 1, "estimator": "leave_one_out"}, marks=SLOW),
     pytest.param({"align": 4, "estimator": "leave_one_out"}, marks=SLOW),
     pytest.param({"align": 1, "coupling": "stream", "estimator": "pge"}, marks=SLOW),

@@ -73,7 +73,9 @@ class Notes:
         self.told.append(gradients.clone())
 
 
-@pytest.mark.parametrize(("name", "align"), [("vgg16", 1), ("resnet20", 4), ("mobilenet_v1", 4)])
+@pytest.mark.parametrize(
+    ("name", "align"), [("vgg16", 1), ("resnet20", 4), pytest.param("mobilenet_v1", 4, marks=pytest.mark.slow)]
+)
 def test_gradients_of_units_are_those_of_gates(name: str, align: int) -> None:
     sparse, notes = start(name, policy="paper", coupling="stream", resample_every=1, align=align), Notes()
     before = SGD(sparse.model.parameters(), lr=0.1)  # as the optimizer was before it was given narrow parameters

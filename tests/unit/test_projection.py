@@ -84,7 +84,7 @@ def bind(budget: type[Budget], table: CostTable, share: float) -> BoundBudget:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     table=cost_tables(every_unit_costs=True),
     budget=st.sampled_from([Params, Flops]),

@@ -12,6 +12,8 @@ from slimstart.costs import CostTable
 from slimstart.structure._tables import Tables
 from slimstart.structure.budgets import BoundBudget
 
+SMALL = 8  # groups of fewer units than so many times `align` have any width: multiples would be too far apart
+
 
 class Fit(Tables):
     """Widths that fill a budget: in fixed work, and without asking for a value, so that a CUDA graph can hold it."""
@@ -62,7 +64,7 @@ def steps(sizes: Tensor, align: int) -> Tensor:
     if align == 1:
         return torch.ones_like(sizes)
     large = torch.where(sizes >= 32 * align, 2 * align, align)
-    return torch.where(sizes >= 8 * align, large, 1)
+    return torch.where(sizes >= SMALL * align, large, 1)
 
 
 def whole(wanted: Tensor, sizes: Tensor, align: int, fits: Callable[[Tensor], bool]) -> Tensor:
@@ -76,7 +78,7 @@ def whole(wanted: Tensor, sizes: Tensor, align: int, fits: Callable[[Tensor], bo
         fits: whether widths (G,) int64 are within the budget; one unit per group must be.
     """
     step = steps(sizes, align)
-    step = torch.where((step > align) & (wanted < 8 * align), align, step)  # fine where few are wanted
+    step = torch.where((step > align) & (wanted < SMALL * align), align, step)  # fine where few are wanted
     if align > 1 and not fits(torch.minimum(step, sizes)):
         return whole(wanted, sizes, 1, fits)
     least = torch.minimum(step, sizes)
