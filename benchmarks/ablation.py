@@ -15,7 +15,6 @@ import dataclasses
 import re
 import statistics
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,14 +62,24 @@ class Steady(EqualWorth):
         self.num_rounds = done
 
 
+def changed(**settings: Any) -> Callable[..., EqualWorth]:
+    """Equal worth with other settings than it is given."""
+    return lambda *args, **given: EqualWorth(*args, **{**given, **settings})
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A policy in the place of `EqualWorth`, other settings, and other constants of modules.
+    """What a row of the table is about.
 
     Attributes:
+        text: for the table.
+        policy: in the place of `EqualWorth`.
+        recipe: other settings.
         anew: whether training begins anew in what was found.
+        constants: other values of them, by module and name.
     """
 
+    text: str
     policy: Callable[..., EqualWorth] = EqualWorth
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     anew: bool = True
@@ -79,22 +88,25 @@ class Variant:
 
 NARROW = {"method": "narrow"}
 VARIANTS = {
-    "narrow": Variant(recipe=NARROW),
-    "front_heavy": Variant(recipe={**NARROW, "protocol": "front_heavy"}),
-    "random": Variant(recipe={"method": "random"}),
-    "equal_worth": Variant(),
-    "frozen": Variant(Frozen),
-    "cost_blind": Variant(CostBlind),
-    "any_unit": Variant(AnyUnit),
-    "steady": Variant(Steady),
-    **{f"pull={p:g}": Variant(partial(EqualWorth, pull=p)) for p in (0, 0.5, 2)},
-    **{f"rate={r:g}": Variant(partial(EqualWorth, rate=r)) for r in (0.25, 1)},
-    **{f"window={n}": Variant(recipe={"resample_every": n}) for n in (4, 8, 32, 44)},
-    "goes_on": Variant(anew=False),
-    "goes_on_long": Variant(recipe={"resample_every": 44}, anew=False),
-    "first_form": Variant(partial(EqualWorth, pull=0), {"resample_every": 44}, anew=False),
-    "small=4": Variant(constants={"slimstart.structure.fitting.SMALL": 4}),
-    "rounds=4": Variant(partial(EqualWorth, rounds=4), {"resample_every": 4 * WINDOW}),
+    "narrow": Variant("one share of every group, by hand", recipe=NARROW),
+    "front_heavy": Variant(
+        "shares that fall from front to back, by hand", recipe={**NARROW, "protocol": "front_heavy"}
+    ),
+    "random": Variant("random widths", recipe={"method": "random"}),
+    "equal_worth": Variant("as it is"),
+    "frozen": Variant("its start, to the end", Frozen),
+    "cost_blind": Variant("units that are worth the same, whatever they cost", CostBlind),
+    "any_unit": Variant("which units leave is left to chance", AnyUnit),
+    "steady": Variant("the rate does not fall", Steady),
+    "pull=0": Variant("neighbours are not drawn together", changed(pull=0)),
+    **{f"pull={p:g}": Variant(f"a pull of {p:g}", changed(pull=p)) for p in (0.5, 2)},
+    **{f"rate={r:g}": Variant(f"a first rate of {r:g}", changed(rate=r)) for r in (0.25, 1)},
+    **{f"window={n}": Variant(f"windows of {n} steps", recipe={"resample_every": n}) for n in (4, 8, 32, 44)},
+    "goes_on": Variant("training does not begin anew", anew=False),
+    "goes_on_long": Variant("the same, with windows of 44 steps", recipe={"resample_every": 44}, anew=False),
+    "first_form": Variant("the same, and no pull", changed(pull=0), {"resample_every": 44}, anew=False),
+    "small=4": Variant("multiples of 8 in groups of 32 too", constants={"slimstart.structure.fitting.SMALL": 4}),
+    "rounds=4": Variant("four rounds, as long in all", changed(rounds=4), {"resample_every": 4 * WINDOW}),
 }
 
 
@@ -146,9 +158,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--variants", default="narrow,equal_worth", help=f"of {'; '.join(VARIANTS)}; with commas or semicolons"
-    )
+    parser.add_argument("--variants", default="narrow,equal_worth", help=f"of {', '.join(VARIANTS)}; with commas")
     parser.add_argument("--model", default="vgg19")
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir", type=Path)
@@ -164,6 +174,7 @@ def main() -> None:
     args = parser.parse_args()
     place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
     settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
+    settings["texts"] = {name: VARIANTS[name].text for name in args.variants.split(",")}
     rows = []
     for seed in map(int, args.seeds.split(",")):
         for budget in args.budget.split(","):
@@ -182,12 +193,6 @@ def main() -> None:
                 )
                 rows.append(run(name, base, args.runs / args.model, place))
                 print(rows[-1], flush=True)
-                settings = {
-                    "model": args.model,
-                    "data": args.data,
-                    "epochs": args.epochs,
-                    "validation": args.validation,
-                }
                 records.write(args.out, "ablation", rows, str(find_device(args.device)), **settings)
     show(rows)
 

@@ -6,6 +6,8 @@ python benchmarks/results_page.py
 from __future__ import annotations
 
 import dataclasses
+import json
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from slimstart.reports import study_plot
 from slimstart.reports.results import Experiment, page
 from slimstart.reports.rivals import Published
 from slimstart.reports.rows import family
+from slimstart.reports.tables import MISSING, markdown_table
 from slimstart.structure import ESTIMATORS
 from slimstart.study_records import Study
 
@@ -65,7 +68,52 @@ def make_page(results: Path) -> str:
     texts = {file.parent.name: file.read_text(encoding="utf-8") for file in results.glob("*/README.md")}
     experiments = [Experiment(f"../{results.name}/{name}", own, texts.get(name, "")) for name, own in runs.items()]
     defaults = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    return page(experiments, studies, benches, published(), defaults, ESTIMATORS)
+    return page(experiments, studies, benches, published(), defaults, ESTIMATORS) + ablations(results)
+
+
+def ablations(results: Path) -> str:
+    """The section of what each ingredient of equal worth adds, from all records of `ablation.py`."""
+    tables: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    texts: dict[str, str] = {}
+    links = []
+    for file in sorted(results.rglob("*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(record, dict) and record.get("benchmark") == "ablation":
+            tables[tuple(record[name] for name in ("model", "data", "epochs", "validation"))] += record["rows"]
+            texts |= record["texts"]
+            path = file.relative_to(results).as_posix()
+            links.append(f"[{results.name}/{path}](../{results.name}/{path})")
+    if not links:
+        return ""
+    lines = ["", "## What each ingredient of equal worth adds", "", f"Records: {', '.join(links)}."]
+    for (model, data, epochs, validation), rows in sorted(tables.items()):
+        images = f"{validation:,} training images that were left out for it" if validation else "the test images"
+        lines += ["", f"### {model}, {data}, {epochs} epochs"]
+        lines += ["", f"Accuracy on {images}; in brackets, against narrow."]
+        lines += ["", *markdown_table(list(_ablation(rows, texts)), ("variant", "what is different"))]
+    return "\n".join(lines) + "\n"
+
+
+def _ablation(rows: list[dict[str, Any]], texts: dict[str, str]) -> Iterator[list[str]]:
+    budgets = sorted({row["budget"] for row in rows}, reverse=True)
+    yield ["variant", "what is different", *budgets, "seeds"]
+    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        if "accuracy" in row:
+            found[row["variant"], row["budget"]].append(row["accuracy"])
+
+    def cell(variant: str, budget: str) -> str:
+        values, narrow = found[variant, budget], found["narrow", budget]
+        if not values:
+            return MISSING
+        mean = statistics.mean(values)
+        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        better = f" ({mean - statistics.mean(narrow):+.2f})" if narrow and variant != "narrow" else ""
+        return f"{mean:.2f}{spread}{better}"
+
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        seeds = {row["seed"] for row in rows if row["variant"] == variant and "accuracy" in row}
+        yield [variant, texts[variant], *(cell(variant, budget) for budget in budgets), str(len(seeds))]
 
 
 def main() -> None:

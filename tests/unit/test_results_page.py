@@ -315,3 +315,26 @@ def test_a_record_that_is_not_sound_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"schema": "slimstart.record/0"}))
     with pytest.raises(RecordError, match="its schema is"):
         make_page(tmp_path)
+
+
+def test_what_ingredients_add(tmp_path: Path) -> None:
+    def write(name: str, seed: int, **accuracies: float) -> None:
+        rows = [{"variant": v, "budget": "flops=0.1", "seed": seed, "accuracy": a} for v, a in accuracies.items()]
+        rows.append({"variant": "random", "budget": "flops=0.1", "seed": seed, "failure": "it failed"})
+        settings = {"model": "vgg19", "data": "cifar10", "epochs": 40, "validation": 5000}
+        texts = {"narrow": "by hand", "equal_worth": "as it is", "random": "by chance"}
+        record = {"benchmark": "ablation", **settings, "texts": texts, "rows": rows}
+        (tmp_path / "results").mkdir(exist_ok=True)
+        (tmp_path / "results" / name).write_text(json.dumps(record))
+
+    assert "ingredient" not in make_page(tmp_path / "results")
+    write("a.json", 0, narrow=88.0, equal_worth=90.0)
+    write("b.json", 1, narrow=89.0, equal_worth=89.5)
+    found = make_page(tmp_path / "results")
+    assert "Accuracy on 5,000 training images that were left out for it" in found
+    assert "[results/a.json](../results/a.json), [results/b.json](../results/b.json)" in found
+    assert [line for line in found.splitlines() if line.startswith("| ")][-3:] == [
+        "| narrow | by hand | 88.50 ± 0.71 | 2 |",
+        "| equal\\_worth | as it is | 89.75 ± 0.35 (+1.25) | 2 |",
+        "| random | by chance | – | 0 |",
+    ]
