@@ -12,7 +12,7 @@ from slimstart import Channels, Flops, Params, models, trace
 from slimstart.errors import CheckpointError
 from slimstart.structure import EqualWorth, WatchingPolicy
 from slimstart.structure.equal_worth import neighbours
-from slimstart.structure.fitting import steps, whole
+from slimstart.structure.fitting import FILLED, SMALL, steps, whole
 
 GRAPH = trace(models.build("vgg16", num_classes=10, width=0.25), torch.zeros(1, 3, 32, 32), "stream")
 RESIDUAL = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
@@ -185,17 +185,23 @@ def test_a_saved_policy_goes_on_bit_for_bit_within_a_window():
 @given(st.lists(st.floats(0.3, 60), min_size=4, max_size=4), st.integers(4, 150), st.sampled_from([1, 4, 8]))
 def test_whole_widths(wanted, limit, align):
     sizes = torch.tensor([8, 32, 64, 256])
-    found = whole(torch.tensor(wanted, dtype=torch.float64), sizes, align, lambda widths: int(widths.sum()) <= limit)
-    assert int(found.sum()) <= limit
+    found = whole(torch.tensor(wanted, dtype=torch.float64), sizes, align, lambda widths: float(widths.sum()), limit)
+    left = limit - int(found.sum())
+    assert left >= 0
     assert bool(((found >= 1) & (found <= sizes)).all())
     step = steps(sizes, align)
-    if align > 1 and wanted[3] < 8 * align:
+    if align > 1 and wanted[3] < SMALL * align:
         step[3] = align  # where few are wanted, steps are fine
-    if int(torch.minimum(step, sizes).sum()) <= limit:
-        assert bool(((found % step == 0) | (found == sizes)).all())
-    assert bool((found <= torch.tensor(wanted).clamp(min=1) + step).all()) or align > 1
-    if align == 1 and int(found.sum()) < limit:
-        assert bool((found + 1 > torch.minimum(torch.tensor(wanted) + 1, sizes)).all())
+    if int(torch.minimum(step, sizes).sum()) > limit:
+        step[:] = 1
+    want = torch.tensor(wanted, dtype=torch.float64)
+    most = torch.minimum(torch.maximum(want + step, 1.25 * want).floor().long(), sizes)
+    assert bool((found <= torch.maximum(most, step)).all())
+    # No step fits any more; and if much is left all the same, then not even a unit.
+    even = (found % step == 0) | (found == sizes)
+    assert bool(((found + step > most) | (step > left))[even].all())
+    if left > (1 - FILLED) * limit:
+        assert bool((found >= most).all())
 
 
 def test_errors():

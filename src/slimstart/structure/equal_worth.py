@@ -171,10 +171,11 @@ class EqualWorth:
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order)) - (torch.cumsum(self._sizes, 0) - self._sizes)[self._group[order]]
 
-        def fits(widths: Tensor) -> bool:
-            return self.budget.cost(self._fit.masks(widths, rank)) <= self.budget.limit
+        def cost(widths: Tensor) -> float:
+            return self.budget.cost(self._fit.masks(widths, rank))
 
-        return self._fit.masks(whole(self._log_widths.exp(), self._sizes, self.align, fits), rank)
+        widths = whole(self._log_widths.exp(), self._sizes, self.align, cost, self.budget.limit)
+        return self._fit.masks(widths, rank)
 
     def update(self, losses: Tensor) -> None:
         """Losses say nothing here: one network is not compared with another."""

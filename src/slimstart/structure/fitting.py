@@ -12,6 +12,7 @@ from slimstart.costs import CostTable
 from slimstart.structure._tables import Tables
 from slimstart.structure.budgets import BoundBudget
 
+FILLED = 0.99  # so much of a budget is enough
 SMALL = 8  # groups of fewer units than so many times `align` have any width: multiples would be too far apart
 
 
@@ -67,31 +68,47 @@ def steps(sizes: Tensor, align: int) -> Tensor:
     return torch.where(sizes >= SMALL * align, large, 1)
 
 
-def whole(wanted: Tensor, sizes: Tensor, align: int, fits: Callable[[Tensor], bool]) -> Tensor:
+def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], float], limit: float) -> Tensor:
     """Widths near those that are wanted: whole numbers of `steps`, or of `align` where few, filling the budget.
 
-    No group gets more than a step beyond what is wanted.
+    No group gets more than a step, or a quarter, beyond what is wanted. Where that leaves too much of the budget, as it
+    does in networks of few groups, some have a width between two steps.
 
     Args:
         wanted: (G,) float64.
         sizes: (G,) int64, the most there can be.
-        fits: whether widths (G,) int64 are within the budget; one unit per group must be.
+        cost: of widths (G,) int64.
+        limit: of the cost; that of one unit per group is below it.
     """
     step = steps(sizes, align)
     step = torch.where((step > align) & (wanted < SMALL * align), align, step)  # fine where few are wanted
-    if align > 1 and not fits(torch.minimum(step, sizes)):
-        return whole(wanted, sizes, 1, fits)
+    if align > 1 and cost(torch.minimum(step, sizes)) > limit:
+        return whole(wanted, sizes, 1, cost, limit)
     least = torch.minimum(step, sizes)
+    most = torch.minimum(torch.maximum(wanted + step, 1.25 * wanted).floor().long(), sizes)
     widths = torch.minimum((wanted / step).round().long().clamp(min=1) * step, sizes)
-    while not fits(widths):  # take away where most was given, for what was wanted
+    numbers = torch.arange(len(step))
+    while cost(widths) > limit:  # take away where most was given, for what was wanted
         given = torch.where(widths > least, widths / wanted, 0.0)
-        widths = torch.maximum(widths - step * (torch.arange(len(step)) == int(given.argmax())), least)
+        widths = torch.maximum(widths - step * (numbers == int(given.argmax())), least)
+
+    def widen(group: int, by: Tensor) -> bool:
+        nonlocal widths
+        wider = torch.minimum(widths + by * (numbers == group), sizes)
+        if not int(widths[group]) < int(wider[group]) <= int(most[group]) or cost(wider) > limit:
+            return False
+        widths = wider
+        return True
+
+    def by_need() -> list[int]:
+        return list(torch.argsort(widths / wanted, stable=True).tolist())
+
     grows = True
-    while grows:  # and give out what is left, first where most is missing
+    while grows:  # give out what is left, first where most is missing
         grows = False
-        for group in torch.argsort(widths / wanted, stable=True).tolist():
-            wider = torch.minimum(widths + step * (torch.arange(len(step)) == group), sizes)
-            more = int(wider[group])
-            if int(widths[group]) < more <= float(wanted[group]) + int(step[group]) and fits(wider):
-                widths, grows = wider, True
+        for group in by_need():
+            grows |= widen(group, step)
+    for group in by_need():
+        while cost(widths) < FILLED * limit and widen(group, torch.ones_like(step)):
+            pass
     return widths

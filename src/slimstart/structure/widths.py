@@ -148,10 +148,10 @@ class NestedWidths:
     def best_guess(self) -> Tensor:
         """The network of the present widths, with what rounding has left of the budget given out."""
 
-        def fits(widths: Tensor) -> bool:
-            return self.budget.cost(self._host_fit.masks(widths)) <= self.budget.limit
+        def cost(widths: Tensor) -> float:
+            return self.budget.cost(self._host_fit.masks(widths))
 
-        return self._host_fit.masks(whole(self._mu.cpu().exp(), self._host_fit.sizes, 1, fits))
+        return self._host_fit.masks(whole(self._mu.cpu().exp(), self._host_fit.sizes, 1, cost, self.budget.limit))
 
     def candidates(self, n: int) -> Tensor:
         """(1, U): there is one network to settle on, whatever is asked for."""
