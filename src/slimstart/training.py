@@ -14,6 +14,7 @@ clipping or accumulation. What is learned sits behind `slimstart.structure.Polic
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import time
@@ -52,6 +53,8 @@ from slimstart.subnet import Executed, Traffic, has_learned, recalibrate, trace_
 from slimstart.subnet.beginning import Beginning
 from slimstart.subnet.compact import tensor_names
 from slimstart.subnet.state_hooks import keep_dense
+
+logger = logging.getLogger(__name__)
 
 
 class SparseTraining:
@@ -102,8 +105,9 @@ class SparseTraining:
         fresh: for "equal_worth", and policies of your own that watch gradients as it does: the model has just been
             initialised, so its weights are scaled to the fan-in of the network that it starts with, as if that had been
             initialised by itself; and when the search ends by itself, the training begins anew with them, in the
-            network that was found, and with an empty optimizer. False for a model that has learned: by default where
-            the optimizer has state, or a batch norm has counted batches. Say it where neither tells.
+            network that was found, and with an empty optimizer; buffers are those of the start too. Weights that are
+            loaded meanwhile, or settled on by hand, are kept instead. False for a model that has learned: by default
+            where the optimizer has state, or a batch norm has counted batches. Say it where neither tells.
 
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
@@ -143,12 +147,17 @@ class SparseTraining:
         resample_every = default_window(name, total_steps) if resample_every is None else resample_every
         if resample_every < 1:
             raise ValueError(f"`resample_every` is {resample_every}; it must be at least 1")
-        if align is not None and align < 1:
-            raise ValueError(f"`align` is {align}; it must be at least 1")
+        for setting, value in (("align", align), ("total_steps", total_steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"`{setting}` is {value}; it must be at least 1")
+        if not (budget is None or isinstance(budget, Budget)):
+            raise TypeError(f"`budget` is {budget!r}; it must be a budget, such as slimstart.Flops(0.10)")
         if (budget is None) != callable(policy):
             raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
         if wrap is not None and engine == "graphs":
             raise ValueError("`engine` is 'graphs', which cannot hold what `wrap` returns; leave one of them out")
+        if fresh and optimizer.state:
+            raise ValueError("`fresh` is True, but the optimizer has state; make a new one, or leave `fresh` out")
         fresh = not has_learned(model, optimizer) if fresh is None else fresh
         anew = fresh and name == "equal_worth"
         self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device, anew)
@@ -347,8 +356,10 @@ class SparseTraining:
         if self.ranks.size > 1:
             self.ranks.broadcast_([*self.model.parameters(), *self.model.buffers()])
         self._networks.reload()
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {}})
+        self.optimizer.state.clear()
+        self._networks.adopt()
         self._beginning.forget()
+        logger.info("widths are found after %d steps; the training begins anew with them", self.num_steps)
 
     def _end_search(self) -> None:
         self.settled = True
@@ -436,7 +447,9 @@ class SparseTraining:
     def settle(
         self, batches: Iterable[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int = 10, max_batches: int = 20
     ) -> None:
-        """End the search: fix the structure, and train on.
+        """End the search: fix the structure, and train on with the weights that there are.
+
+        The paper's policy searches until it is told to end; "equal_worth" ends by itself.
 
         Args:
             batches: tuples of what `loss_fn` takes behind the network; training data.
@@ -489,6 +502,12 @@ class SparseTraining:
             plain: do without `StreamPort` on residual streams, at the price of rows of zeros. They cost multiply-adds
                 of their own: the budget holds for the network without them.
         """
+        if self._beginning:
+            logger.warning(
+                "the network is finished after %d steps, before its widths are found; give `total_steps`, so that they "
+                "are in a tenth of them",
+                self.num_steps,
+            )
         seen = first_batches(batches, max_batches)
         self.sync()
         mask = self.mask if self.settled else self._best_mask(seen, loss_fn, num_samples)
@@ -549,6 +568,7 @@ class SparseTraining:
         self.policy.load_state_dict(state["policy"])
         self.settled = bool(state["settled"])
         self._watch_on(not self.settled)
+        self._beginning.forget()
         self.model.load_state_dict(state["model"])
         keep_probs = None if self.settled else self.policy.keep_probs
         self._networks.restore(state["masks"], state["room"], keep_probs)
@@ -574,7 +594,12 @@ class SparseTraining:
 
     def _reload(self) -> None:
         self._networks.reload()
-        self._beginning.forget()  # whoever loads weights wants them kept
+        if self._beginning:
+            self._beginning.forget()  # whoever loads weights wants them kept
+            logger.warning(
+                "weights were loaded while widths are learned: training will go on with them afterwards and not begin "
+                "anew. To resume a training, load the state dict of SparseTraining, which has the structure too"
+            )
 
     def _adopt(self) -> None:
         self._networks.adopt()

@@ -206,6 +206,7 @@ def test_help_answers_without_loading_pytorch() -> None:
         (["--recipe", "vgg16"], "vgg16-cifar10"),
         (["--recipe", "missing.toml"], "cannot be used"),
         (["--resume"], "--resume needs --out"),
+        (["--resume", "--out", "nowhere"], "nowhere holds no run"),
         (["--batch-size", "100000"], "100000"),
         (["--unknown"], "--unknown"),
     ],

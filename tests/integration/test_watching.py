@@ -112,7 +112,7 @@ def test_it_begins_anew_in_the_network_that_it_has_found(optimizer: Any) -> None
     options = {"lr": 0.02, "weight_decay": 1e-3} | ({"momentum": 0.9} if optimizer is SGD else {})
     own = optimizer(model.parameters(), **options)
     sparse = SparseTraining(model, own, batch(0)[0][:1], Flops(0.4), resample_every=1)
-    start_widths = widths(sparse)
+    start_widths, groups = widths(sparse), list(own.param_groups)
     saved = None
     for number in range(16):
         saved = sparse.state_dict() if number == 7 else saved
@@ -131,6 +131,7 @@ def test_it_begins_anew_in_the_network_that_it_has_found(optimizer: Any) -> None
     for name, parameter in small.named_parameters():
         torch.testing.assert_close(sparse.net.get_parameter(name), parameter, rtol=1e-9, atol=1e-12)
     assert sparse.state_dict()["beginning"] == {}
+    assert all(group is before for group, before in zip(own.param_groups, groups, strict=True))  # they stay the user's
     resumed_model = models.build("resnet20", num_classes=10, width=0.25).double()
     resumed = SparseTraining(
         resumed_model, optimizer(resumed_model.parameters(), **options), batch(0)[0][:1], Flops(0.4), resample_every=1
@@ -144,11 +145,14 @@ def test_it_begins_anew_in_the_network_that_it_has_found(optimizer: Any) -> None
 
 
 @pytest.mark.parametrize("how", ["settled by hand", "weights loaded"])
-def test_weights_that_somebody_wants_are_kept(how: str) -> None:
+def test_weights_that_somebody_wants_are_kept(how: str, caplog: pytest.LogCaptureFixture) -> None:
     sparse = start(resample_every=1)
     sparse.step(loss_fn, *batch(0))
+    sparse.load_state_dict(sparse.state_dict())  # which is no loading of weights alone
+    assert caplog.text == ""
     if how == "weights loaded":
         sparse.model.load_state_dict({k: v + 0.125 for k, v in sparse.model.state_dict().items()})
+        assert "weights were loaded while widths are learned" in caplog.text
     else:
         sparse.settle([batch(1)], loss_fn)
     assert sparse.state_dict()["beginning"] == {}
@@ -311,8 +315,11 @@ def test_a_matrix_that_is_no_layer_holds_what_it_may_read(caplog: pytest.LogCapt
 
     model, notes = Own(), Notes()
     graph = trace(model, torch.zeros(1, 8), "stream")
-    Watch(notes, graph, model, SGD(model.parameters(), lr=0.1), torch.zeros(1, 8))  # type: ignore[arg-type]
+    optimizer = SGD(model.parameters(), lr=0.1)
+    Watch(notes, graph, model, optimizer, torch.zeros(1, 8))  # type: ignore[arg-type]
     assert bool(notes.held.all())
+    assert caplog.text == ""  # the training may still be refused
+    SparseTraining(model, optimizer, torch.zeros(1, 8), Flops(0.5))
     assert "widths stay at equal shares" in caplog.text
 
 
@@ -358,9 +365,28 @@ def test_its_window_follows_the_length_of_the_run() -> None:
         assert total is None or window * rounds <= total / 10
 
 
+def test_a_network_that_is_finished_too_early_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    sparse = start(total_steps=20, resample_every=None)
+    for number in range(3):
+        sparse.step(loss_fn, *batch(number))
+        sparse.finish([batch(0)], loss_fn)
+        assert ("finished after 1 steps, before its widths are found; give `total_steps`" in caplog.text) == (
+            number == 0
+        )
+        caplog.clear()
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match="`policy` is 'best'; it must be one of equal_worth, paper"):
         start(policy="best")
+    with pytest.raises(ValueError, match="`total_steps` is 0; it must be at least 1"):
+        start(total_steps=0)
+    with pytest.raises(TypeError, match=r"`budget` is 0\.2; it must be a budget, such as slimstart\.Flops"):
+        start(budget=0.2)
+    used = AdamW(chain().parameters())
+    used.state[used.param_groups[0]["params"][0]] = {"step": torch.zeros(())}
+    with pytest.raises(ValueError, match="`fresh` is True, but the optimizer has state"):
+        SparseTraining(chain(), used, batch(0)[0][:1], Flops(0.4), fresh=True)
     for other in ({}, {"budget": None, "policy": lambda table: EqualWorth(table, Flops(0.4))}):
         with pytest.raises(
             ValueError, match=r"`alpha` is 0\.5, a setting of the paper's policy; give policy='paper' with it"

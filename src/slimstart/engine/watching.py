@@ -76,13 +76,14 @@ class Watch:
         self._readers = [reader for reader in found if id(named[reader.weight]) in trained]
         self._hook: RemovableHandle | None = None
         held = unknown(graph, model, example_inputs, found, self._readers)
-        if bool(held.all()):
-            logger.warning("widths stay at equal shares: of no group it is known that only trained layers read it")
+        self._knows_nothing = bool(held.all())
         policy.hold(held)
 
     def start(self, networks: Networks) -> None:
         """Tell of the network that is trained, from now on."""
         self.stop()
+        if self._knows_nothing:
+            logger.warning("widths stay at equal shares: of no group it is known that only trained layers read it")
         self._networks = networks
         self._policy.to(networks.device)
         self._hook = self._optimizer.register_step_pre_hook(self._before_step)
