@@ -100,6 +100,7 @@ def test_zoo_is_proven(name, coupling):
 WRITERS_OF_WHOLE_STREAMS = {
     "vit_fused": {"patch_embed"},
     "vit_separate": {"patch_embed"},
+    "vit_product": {"patch_embed"},
     "decoder_repeat_interleave": {"tok"},
     "decoder_expand": {"tok"},
     "nanogpt": {"transformer.wpe"},
@@ -641,6 +642,8 @@ def test_evaluation_without_gradients(name):
         ("cbam", "conv", "mean runs over its channels in spatial"),
         ("hard_coded_view", "conv2", "it is reshaped to fixed sizes"),
         ("hard_coded_flatten", "conv2", "it is reshaped to fixed sizes"),
+        ("vit_fused", "blocks.0.attn.qkv", "in blocks.0.attn (write -1 for the size that shrinks, or take it from"),
+        ("multihead_attention", "self_attn.out_proj.weight", "it is normalised over its channels in norm1"),
         ("size_as_number", "conv2", "its size is used as a number"),
         ("numpy_feedback", "conv1", "it leaves PyTorch (numpy)"),
         ("fourier_channels", "conv1", "operation _fft_r2c has no rule"),
@@ -655,6 +658,12 @@ def test_evaluation_without_gradients(name):
 def test_reasons(name, layer, reason, coupling):
     _, _, graph = traced(name, coupling)
     assert reason in graph.left_whole[layer]
+
+
+@pytest.mark.parametrize("name", ["multihead_attention", "encoder_stack", "functional_linear"])
+def test_a_module_whose_parameters_are_used_is_reached(name):
+    _, _, graph = traced(name, "filter")
+    assert not any("not reached" in reason for reason in graph.left_whole.values())
 
 
 def test_every_reason_names_something_of_the_model():

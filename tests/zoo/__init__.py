@@ -165,6 +165,9 @@ ZOO: dict[str, Entry] = {
     "mlp_mixer": Entry(transformers.MLPMixer, _image, whole=("embed",)),
     "vit_fused": Entry(transformers.ViT, _image, whole=("patch_embed",)),
     "vit_separate": Entry(partial(transformers.ViT, transformers.SeparateAttention), _image, whole=("patch_embed",)),
+    "vit_product": Entry(
+        partial(transformers.ViT, transformers.ProductAttention), _image, 0.95, whole=("patch_embed",)
+    ),
     "decoder_repeat_interleave": Entry(transformers.Decoder, _tokens(), whole=("tok",)),
     "decoder_expand": Entry(partial(transformers.Decoder, "expand"), _tokens(), whole=("tok",)),
     "nanogpt": Entry(transformers.NanoGPT, _tokens(), whole=("transformer.wte", "transformer.wpe")),

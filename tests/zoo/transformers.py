@@ -97,6 +97,17 @@ class SeparateAttention(nn.Module):
         return self.to_out(out)
 
 
+class ProductAttention(FusedAttention):
+    """The width of the heads together is written as a product of attributes."""
+
+    def forward(self, x):
+        B, N, _ = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3 * self.num_heads * self.head_dim).chunk(3, dim=-1)
+        q, k, v = (t.view(B, N, self.num_heads, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(B, N, self.num_heads * self.head_dim))
+
+
 class ViTBlock(nn.Module):
     def __init__(self, attention, dim, num_heads, mlp_dim):
         super().__init__()

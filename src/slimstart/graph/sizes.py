@@ -47,13 +47,25 @@ class Arithmetic:
 Expression = Dimension | Attribute | Arithmetic
 
 
-def evaluate(expression: Expression | int, leaf: Callable[[Dimension | Attribute], int]) -> int:
-    """The value of an expression, given that of its leaves."""
+def evaluate(expression: Expression | int, leaf: Callable[[Dimension | Attribute], int], exact: bool = False) -> int:
+    """The value of an expression, given that of its leaves.
+
+    Raises:
+        ArithmeticError: for a division by zero, and with `exact` for one that leaves a rest.
+    """
     if isinstance(expression, int):
         return int(expression)
     if isinstance(expression, Arithmetic):
-        return expression.function(evaluate(expression.left, leaf), evaluate(expression.right, leaf))
+        left, right = (evaluate(side, leaf, exact) for side in (expression.left, expression.right))
+        if exact and expression.function is operator.floordiv and left % right:
+            raise ArithmeticError(f"{left} // {right} leaves a rest")
+        return expression.function(left, right)
     return leaf(expression)
+
+
+def full(leaf: Dimension | Attribute) -> int:
+    """The value of a leaf in the network as it is."""
+    return leaf.value if isinstance(leaf, Attribute) else len(leaf.nodes)
 
 
 def leaves(expression: Expression | int) -> list[Dimension | Attribute]:

@@ -113,7 +113,7 @@ def _run(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: bool
     """Follow one forward of a copy of the model; costs are counted in evaluation mode only.
 
     Returns:
-        The names of the modules that were run.
+        The names of the modules that were run, or of which a parameter was used all the same (by a fused layer).
     """
     twin.train(training)
     named = [*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)]
@@ -140,7 +140,9 @@ def _run(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: bool
     for tensor in _tensors_in(outputs):
         if (value := tracer.activation(tensor)) is not None:
             ledger.freeze(value.nodes, "it is an output of the network")
-    return tracer.reached
+    parameters = twin.named_parameters(remove_duplicate=False)
+    used = {name.rpartition(".")[0] for name, tensor in parameters if names[id(tensor)] in tracer.used}
+    return tracer.reached | used
 
 
 def _is_native(module: nn.Module) -> bool:

@@ -51,6 +51,7 @@ class Tracer:
     count_costs: bool
     modules: list[str] = field(default_factory=lambda: [""])
     reached: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)  # parameters and buffers that entered an operation
     values: Any = field(default_factory=WeakTensorKeyDictionary)
     written: tuple[Any, ...] = ()
     decomposing: int = 0
@@ -200,14 +201,22 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _ESCAPES:
             self.tracer.keep_whole(args[:1], f"it leaves PyTorch ({name})")
-        if name.strip("_") in _ARITHMETIC:
-            for argument in args:
-                if isinstance(argument, Size):  # x * c: the size is used as a number
-                    self.tracer.size_used_as_number(argument.expression)
+        for size in self._used_as_numbers(name, args, kwargs):
+            self.tracer.size_used_as_number(size.expression)
         try:
             return func(*args, **kwargs)
         finally:
             self.tracer.written = outer
+
+    def _used_as_numbers(self, name: str, args: Any, kwargs: Any) -> list[Size]:
+        """Sizes that must not change: in `x * c`, and those by which a tensor is reshaped that has no channels."""
+        leaves = tree_flatten((args, kwargs))[0]
+        for piece in [leaf for leaf in leaves if isinstance(leaf, slice)]:
+            leaves += [piece.start, piece.stop]
+        sizes = [leaf for leaf in leaves if isinstance(leaf, Size)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if sizes else []
+        constant = bool(tensors) and all(self.tracer.value(tensor) is None for tensor in tensors)
+        return sizes if constant or name.strip("_") in _ARITHMETIC else []
 
     def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
@@ -251,6 +260,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, tracer = kwargs or {}, self.tracer
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        tracer.used.update(tracer.names[id(tensor)] for tensor in tensors if id(tensor) in tracer.names)
         name = func._schema.name.removeprefix("aten::")
         if name not in _COSTLY and all(tracer.value(tensor) is None for tensor in tensors):
             return func(*args, **kwargs)

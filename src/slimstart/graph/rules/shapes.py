@@ -40,6 +40,16 @@ def _as_written(call: Call, size: int) -> Expression | int:
     return next((_expression(s) for s in _written_sizes(call) if isinstance(s, Size) and s == size), int(size))
 
 
+def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
+    """The expressions of a list of integers, found where they stand in a row among those that the user wrote."""
+    written = _written_sizes(call)
+    for start in range(len(written) - len(sizes) + 1):
+        row = written[start : start + len(sizes)]
+        if list(map(int, row)) == sizes:
+            return list(map(_expression, row))
+    return list(sizes)
+
+
 def _tuples(rows: Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, rows.tolist()))
 
@@ -98,9 +108,9 @@ def reshape(tracer: Tracer, call: Call) -> None:
     if call.name == "unflatten":
         dim = call["dim"] % call["self"].dim()
         sizes = [None] * dim + sizes + [None] * (len(moved.shape) - dim - len(sizes))
-    tracer.ledger.layouts.append(
-        _layout(moved.nodes, sizes, f"it is reshaped to fixed sizes in {tracer.modules[-1] or 'the forward'}")
-    )
+    advice = "write -1 for the size that shrinks, or take it from the `shape` of what is reshaped"
+    reason = f"it is reshaped to fixed sizes in {tracer.modules[-1] or 'the forward'} ({advice})"
+    tracer.ledger.layouts.append(_layout(moved.nodes, sizes, reason))
     return None
 
 
@@ -124,11 +134,10 @@ def split(tracer: Tracer, call: Call) -> None:
     elif call.name in ("split", "unsafe_split") and equal and isinstance(call.arguments.get("split_size"), int):
         size = _as_written(call, call["split_size"])
     else:
-        sizes = call.arguments.get("split_sizes")
-        start = 0
+        start, listed = 0, "with_sizes" in call.name or isinstance(call.arguments.get("split_size"), list | tuple)
+        expressions = _all_as_written(call, lengths) if listed else lengths
         rows = value.nodes.movedim(dim, 0).reshape(value.nodes.shape[dim], -1)
-        for length in lengths:
-            expression = _as_written(call, length) if sizes is not None else length
+        for length, expression in zip(lengths, expressions, strict=True):
             tracer.ledger.counts.append(Count(_tuples(rows[start : start + length]), expression, where))
             start += length
         return
