@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import re
-import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,14 @@ from unittest.mock import patch
 
 import records
 import torch
+from results_page import ablation_cells
 from torch import Tensor
 
 from slimstart import SparseTraining
 from slimstart.recipes.comparison import Trial, carry_out
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.surroundings import Place, find_device
+from slimstart.reports.tables import markdown_table
 from slimstart.structure import EqualWorth
 from slimstart.structure.naming import WINDOW
 
@@ -143,19 +144,6 @@ def run(name: str, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
     }
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Means and spreads, by variant."""
-    for budget in dict.fromkeys(row["budget"] for row in rows):
-        for name in dict.fromkeys(row["variant"] for row in rows):
-            found = [row for row in rows if (row["variant"], row["budget"]) == (name, budget) and "accuracy" in row]
-            if found:
-                values = [row["accuracy"] for row in found]
-                spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-                seconds = statistics.mean(row["train_seconds"] for row in found)
-                mean = statistics.mean(values)
-                print(f"{budget:12s} {name:12s} {mean:.2f}{spread}  {len(values)} seeds  {seconds:.1f} s")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", default="narrow,equal_worth", help=f"of {', '.join(VARIANTS)}; with commas")
@@ -174,7 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
     settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
-    settings["texts"] = {name: VARIANTS[name].text for name in args.variants.split(",")}
+    texts = {name: VARIANTS[name].text for name in args.variants.split(",")}
     rows = []
     for seed in map(int, args.seeds.split(",")):
         for budget in args.budget.split(","):
@@ -193,8 +181,8 @@ def main() -> None:
                 )
                 rows.append(run(name, base, args.runs / args.model, place))
                 print(rows[-1], flush=True)
-                records.write(args.out, "ablation", rows, str(find_device(args.device)), **settings)
-    show(rows)
+                records.write(args.out, "ablation", rows, str(find_device(args.device)), texts=texts, **settings)
+    print("\n".join(markdown_table(list(ablation_cells(rows, texts)), ())))
 
 
 if __name__ == "__main__":

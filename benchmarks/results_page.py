@@ -90,11 +90,12 @@ def ablations(results: Path) -> str:
         images = f"{validation:,} training images that were left out for it" if validation else "the test images"
         lines += ["", f"### {model}, {data}, {epochs} epochs"]
         lines += ["", f"Accuracy on {images}; in brackets, against narrow."]
-        lines += ["", *markdown_table(list(_ablation(rows, texts)), ("variant", "what is different"))]
+        lines += ["", *markdown_table(list(ablation_cells(rows, texts)), ("variant", "what is different"))]
     return "\n".join(lines) + "\n"
 
 
-def _ablation(rows: list[dict[str, Any]], texts: dict[str, str]) -> Iterator[list[str]]:
+def ablation_cells(rows: list[dict[str, Any]], texts: dict[str, str]) -> Iterator[list[str]]:
+    """Titles, and a line for each variant: means and spreads over seeds, by budget."""
     budgets = sorted({row["budget"] for row in rows}, reverse=True)
     yield ["variant", "what is different", *budgets, "seeds"]
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)

@@ -109,7 +109,7 @@ def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.S
     for key in ("coupling", "structure"):
         if state[key] != own[key]:
             raise CheckpointError(
-                f"the state dict has {key}={state[key]!r}, this training {own[key]!r}: another network, policy or `keep`"
+                f"the state dict has {key}={state[key]!r}, this training {own[key]!r}: other network, policy or `keep`"
             )
     if _shapes(state["model"]) != _shapes(own["model"]):
         raise CheckpointError("the state dict's model has other tensors or shapes than this one")

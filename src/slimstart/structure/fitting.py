@@ -108,7 +108,8 @@ def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], fl
         grows = False
         for group in by_need():
             grows |= widen(group, step)
-    for group in by_need():
-        while cost(widths) < FILLED * limit and widen(group, torch.ones_like(step)):
-            pass
+    needy = by_need()
+    while needy and cost(widths) < FILLED * limit:  # unit by unit, one group after the other
+        if not widen(needy[0], torch.ones_like(step)):
+            del needy[0]
     return widths
