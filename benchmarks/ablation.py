@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
+import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,13 +25,11 @@ import torch
 from results_page import ablation_cells
 from torch import Tensor
 
-from slimstart import SparseTraining
 from slimstart.recipes.comparison import Trial, carry_out
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.surroundings import Place, find_device
 from slimstart.reports.tables import markdown_table
 from slimstart.structure import EqualWorth
-from slimstart.structure.naming import WINDOW
 
 
 class Frozen(EqualWorth):
@@ -63,31 +63,36 @@ class Steady(EqualWorth):
         self.num_rounds = done
 
 
-def changed(**settings: Any) -> Callable[..., EqualWorth]:
-    """Equal worth with other settings than it is given."""
-    return lambda *args, **given: EqualWorth(*args, **{**given, **settings})
-
-
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What a row of the table is about.
+    """What a row of the table is about; several are joined by a plus.
 
     Attributes:
         text: for the table.
         policy: in the place of `EqualWorth`.
-        recipe: other settings.
-        anew: whether training begins anew in what was found.
+        settings: of the policy, other than it is given.
+        recipe: other settings of the training.
         constants: other values of them, by module and name.
     """
 
     text: str
-    policy: Callable[..., EqualWorth] = EqualWorth
+    policy: type[EqualWorth] = EqualWorth
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    anew: bool = True
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __add__(self, other: Variant) -> Variant:
+        return Variant(
+            f"{self.text}; {other.text}",
+            self.policy if other.policy is EqualWorth else other.policy,
+            {**self.settings, **other.settings},
+            {**self.recipe, **other.recipe},
+            {**self.constants, **other.constants},
+        )
 
 
 NARROW = {"method": "narrow"}
+SHARE, SMALL = "slimstart.structure.naming.SEARCHED", "slimstart.structure.fitting.SMALL"
 VARIANTS = {
     "narrow": Variant("one share of every group, by hand", recipe=NARROW),
     "front_heavy": Variant(
@@ -99,32 +104,33 @@ VARIANTS = {
     "cost_blind": Variant("units that are worth the same, whatever they cost", CostBlind),
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "steady": Variant("the rate does not fall", Steady),
-    "pull=0": Variant("neighbours are not drawn together", changed(pull=0)),
-    **{f"pull={p:g}": Variant(f"a pull of {p:g}", changed(pull=p)) for p in (0.5, 2)},
-    **{f"rate={r:g}": Variant(f"a first rate of {r:g}", changed(rate=r)) for r in (0.25, 1)},
-    **{f"window={n}": Variant(f"windows of {n} steps", recipe={"resample_every": n}) for n in (4, 8, 32, 44)},
-    "goes_on": Variant("training does not begin anew", anew=False),
-    "goes_on_long": Variant("the same, with windows of 44 steps", recipe={"resample_every": 44}, anew=False),
-    "first_form": Variant("the same, and no pull", changed(pull=0), {"resample_every": 44}, anew=False),
-    "small=4": Variant("multiples of 8 in groups of 32 too", constants={"slimstart.structure.fitting.SMALL": 4}),
-    "rounds=4": Variant("four rounds, as long in all", changed(rounds=4), {"resample_every": 4 * WINDOW}),
+    "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
+    **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2)},
+    **{f"rate={r:g}": Variant(f"a first rate of {r:g}", settings={"rate": r}) for r in (0.25, 1)},
+    **{
+        f"share={s:g}": Variant(f"{s:.1%} of the training search", constants={SHARE: s}) for s in (0.036, 0.1, 0.2, 0.4)
+    },
+    "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),
+    "rounds=4": Variant("four rounds, as long in all", constants={"slimstart.structure.naming.ROUNDS": 4}),
 }
 
 
-def _go_on(sparse: SparseTraining) -> None:
-    """With the weights that the search has left."""
-    sparse._beginning.forget()
+def variant_of(name: str) -> Variant:
+    """One of `VARIANTS`, or several of them in one."""
+    return functools.reduce(operator.add, (VARIANTS[part] for part in name.split("+")))
 
 
 def run(name: str, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
     """One row."""
-    variant = VARIANTS[name]
+    variant = variant_of(name)
     recipe = dataclasses.replace(base, **variant.recipe)
     label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
+
+    def policy(*args: Any, **given: Any) -> EqualWorth:
+        return variant.policy(*args, **{**given, **variant.settings})
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("slimstart.structure.naming.EqualWorth", variant.policy))
-        if not variant.anew:
-            stack.enter_context(patch.object(SparseTraining, "_begin_anew", _go_on))
+        stack.enter_context(patch("slimstart.structure.naming.EqualWorth", policy))
         for constant, value in variant.constants.items():
             stack.enter_context(patch(constant, value))
         outcome = carry_out(Trial(label, recipe), folder, place)
@@ -146,7 +152,11 @@ def run(name: str, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", default="narrow,equal_worth", help=f"of {', '.join(VARIANTS)}; with commas")
+    parser.add_argument(
+        "--variants",
+        default="narrow,equal_worth",
+        help=f"of {', '.join(VARIANTS)}; with commas, and several in one with a plus",
+    )
     parser.add_argument("--model", default="vgg19")
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir", type=Path)
@@ -162,7 +172,7 @@ def main() -> None:
     args = parser.parse_args()
     place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
     settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
-    texts = {name: VARIANTS[name].text for name in args.variants.split(",")}
+    texts = {name: variant_of(name).text for name in args.variants.split(",")}
     rows = []
     for seed in map(int, args.seeds.split(",")):
         for budget in args.budget.split(","):

@@ -18,7 +18,7 @@ from slimstart.errors import CheckpointError
 
 FORMAT = "slimstart.training/1"
 _KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "pending", "policy"}
-_KEYS |= {"model", "optimizer", "beginning", "random"}
+_KEYS |= {"model", "optimizer", "random"}
 
 
 _SEAL = b"\nslimstart blake2b "

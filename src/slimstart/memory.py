@@ -38,20 +38,18 @@ class Needs:
         weights: of the dense model, buffers included; on the host.
         state: of the optimizer, dense; on the host.
         proof: copies of the dense model on the host while it is traced, before there is any optimizer state.
-        beginning: a copy of the weights, of a training that will begin anew.
         subnet: of narrow networks and their optimizer state, on the device; about, from the budget.
     """
 
     weights: int
     state: int
     proof: int
-    beginning: int
     subnet: int
 
     @property
     def host(self) -> int:
         """The most that the host needs at a time."""
-        return self.weights + max(self.state + self.beginning, self.proof)
+        return self.weights + max(self.state, self.proof)
 
     def __str__(self) -> str:
         return (
@@ -61,14 +59,13 @@ class Needs:
         )
 
 
-def estimate(model: nn.Module, optimizer: Optimizer, budget: Budget | None = None, anew: bool = False) -> Needs:
+def estimate(model: nn.Module, optimizer: Optimizer, budget: Budget | None = None) -> Needs:
     """What a training with `full_model_device="cpu"` needs.
 
     Args:
         model: on any device, also meta.
         optimizer: over its parameters.
         budget: without it, narrow networks count as if they were whole.
-        anew: it will begin anew when its structure is found.
     """
     weights = _bytes([*model.parameters(), *model.buffers()])
     state = 0
@@ -82,7 +79,7 @@ def estimate(model: nn.Module, optimizer: Optimizer, budget: Budget | None = Non
         kept *= budget.fraction  # a weight loses inputs and outputs
     floating = [p for p in model.parameters() if p.is_floating_point()]
     proof = PROOF * 4 * sum(p.numel() for p in floating)
-    return Needs(weights, state, proof, weights if anew else 0, int(kept * (NETWORKS * weights + STATES * state)))
+    return Needs(weights, state, proof, int(kept * (NETWORKS * weights + STATES * state)))
 
 
 def place(
@@ -91,7 +88,6 @@ def place(
     example_inputs: Any,
     budget: Budget | None,
     full_model_device: Any,
-    anew: bool = False,
 ) -> torch.device | None:
     """Where the narrow networks of a dense model on the host will be; None where all of it stays together.
 
@@ -106,7 +102,7 @@ def place(
             f"`full_model_device` is {str(full_model_device)!r}; it must be 'cpu', or None for a dense model and its "
             "narrow networks on one device"
         )
-    needs = estimate(model, optimizer, budget, anew)
+    needs = estimate(model, optimizer, budget)
     where = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     _check_host(needs, to_come=needs.host - (0 if "meta" in where else needs.weights))
     if "meta" in where:

@@ -49,8 +49,7 @@ from slimstart.graph import ChannelGraph
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 from slimstart.structure import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
 from slimstart.structure.naming import COUPLING, default_window
-from slimstart.subnet import Executed, Traffic, has_learned, recalibrate, trace_verified
-from slimstart.subnet.beginning import Beginning
+from slimstart.subnet import Executed, Traffic, has_learned, recalibrate, suit_, trace_verified
 from slimstart.subnet.compact import tensor_names
 from slimstart.subnet.state_hooks import keep_dense
 
@@ -79,7 +78,7 @@ class SparseTraining:
         structure_lr: Adam's learning rate for s; the paper's, and the default, is 12e-3.
         resample_every: steps for which a sub-network is held. Of the paper's policy only the first of them updates s:
             after it the weights have been trained for this mask, and the two losses no longer compare. By default 1;
-            for "equal_worth" 16, or less, such that the search takes no more than a tenth of `total_steps`.
+            for "equal_worth" such that the search takes a tenth of `total_steps`, or 50 where those are not known.
         align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
             with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1. For
             "equal_worth", which pads nothing: large groups have multiples of so many units; 8 by default.
@@ -104,10 +103,8 @@ class SparseTraining:
             table alone: it has its own budget.
         fresh: for "equal_worth", and policies of your own that watch gradients as it does: the model has just been
             initialised, so its weights are scaled to the fan-in of the network that it starts with, as if that had been
-            initialised by itself; and when the search ends by itself, the training begins anew with them, in the
-            network that was found, and with an empty optimizer; buffers are those of the start too. Weights that are
-            loaded meanwhile, or settled on by hand, are kept instead. False for a model that has learned: by default
-            where the optimizer has state, or a batch norm has counted batches. Say it where neither tells.
+            initialised by itself. False for a model that has learned: by default where the optimizer has state, or a
+            batch norm has counted batches. Say it where neither tells.
 
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
@@ -159,8 +156,7 @@ class SparseTraining:
         if fresh and optimizer.state:
             raise ValueError("`fresh` is True, but the optimizer has state; make a new one, or leave `fresh` out")
         fresh = not has_learned(model, optimizer) if fresh is None else fresh
-        anew = fresh and name == "equal_worth"
-        self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device, anew)
+        self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device)
         examples = example_inputs if self._place is None else memory.on_host(example_inputs)
         self.graph: ChannelGraph = trace_verified(model, examples, coupling or COUPLING[name], keep)
         if self.graph.num_units == 0:
@@ -179,7 +175,6 @@ class SparseTraining:
             seed=seed,
             align=align,
         )
-        self._beginning = Beginning(model, self.graph, fresh and isinstance(self.policy, WatchingPolicy))
         self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
         self.num_steps = 0
         self.num_examples: float = 0  # of the last step, over all ranks
@@ -196,8 +191,8 @@ class SparseTraining:
         self.engine, self._networks, self._search, self._steps = parts.engine, parts.networks, parts.search, parts.steps
         self._parts = parts
         self._watch_on(True)
-        if self._beginning:  # only now: whatever can be refused has been
-            self._beginning.suit_(self.mask)
+        if fresh and self._watch is not None:  # only now: whatever can be refused has been
+            suit_(model, self.graph.select(self.mask))
             self._networks.reload()
         keep_dense(
             model,
@@ -344,22 +339,9 @@ class SparseTraining:
             self._held_steps = 0
             if isinstance(self.policy, WatchingPolicy) and self.policy.is_done:
                 self._end_search()
-                if self._beginning:
-                    self._begin_anew()
+                logger.info("widths are found after %d steps", self.num_steps)
             if self.ranks.debugging:
                 self._check_ranks(f"after {self.num_steps} steps")
-
-    def _begin_anew(self) -> None:
-        """With the weights of the start, in the structure that was found."""
-        self.sync()
-        self._beginning.return_(self.mask)
-        if self.ranks.size > 1:
-            self.ranks.broadcast_([*self.model.parameters(), *self.model.buffers()])
-        self._networks.reload()
-        self.optimizer.state.clear()
-        self._networks.adopt()
-        self._beginning.forget()
-        logger.info("widths are found after %d steps; the training begins anew with them", self.num_steps)
 
     def _end_search(self) -> None:
         self.settled = True
@@ -462,7 +444,6 @@ class SparseTraining:
         self.sync()
         mask = self._best_mask(seen, loss_fn, num_samples)
         self._end_search()
-        self._beginning.forget()
         self._networks.enter(mask[None], None)
         self._held_steps = 0
         recalibrate(self._networks.net.module, seen, loss_fn)
@@ -502,7 +483,7 @@ class SparseTraining:
             plain: do without `StreamPort` on residual streams, at the price of rows of zeros. They cost multiply-adds
                 of their own: the budget holds for the network without them.
         """
-        if self._beginning:
+        if isinstance(self.policy, WatchingPolicy) and not self.settled:
             logger.warning(
                 "the network is finished after %d steps, before its widths are found; give `total_steps`, so that they "
                 "are in a tenth of them",
@@ -554,7 +535,6 @@ class SparseTraining:
             "policy": self.policy.state_dict(),
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-            "beginning": {name: tensor.clone() for name, tensor in self._beginning.tensors.items()},
             "random": torch.get_rng_state(),
         }
 
@@ -567,13 +547,12 @@ class SparseTraining:
         checkpoints.check(state, own=self.state_dict(), parameter_shapes=self._networks.link.dense_shapes)
         self.policy.load_state_dict(state["policy"])
         self.settled = bool(state["settled"])
-        self._watch_on(not self.settled)
-        self._beginning.forget()
+        self._watch_on(False)
         self.model.load_state_dict(state["model"])
         keep_probs = None if self.settled else self.policy.keep_probs
         self._networks.restore(state["masks"], state["room"], keep_probs)
         self._search.pending = state["pending"]
-        self._beginning.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state["beginning"].items()}
+        self._watch_on(not self.settled)
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.num_steps, self._held_steps = int(state["num_steps"]), int(state["held_steps"])
         torch.set_rng_state(state["random"].cpu())
@@ -594,11 +573,10 @@ class SparseTraining:
 
     def _reload(self) -> None:
         self._networks.reload()
-        if self._beginning:
-            self._beginning.forget()  # whoever loads weights wants them kept
+        if self._watch is not None and self._watch.is_on:
             logger.warning(
-                "weights were loaded while widths are learned: training will go on with them afterwards and not begin "
-                "anew. To resume a training, load the state dict of SparseTraining, which has the structure too"
+                "weights were loaded while widths are learned, which goes on. To resume a training, load the state "
+                "dict of SparseTraining, which has the structure too"
             )
 
     def _adopt(self) -> None:

@@ -79,6 +79,11 @@ class Watch:
         self._knows_nothing = bool(held.all())
         policy.hold(held)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it tells."""
+        return self._hook is not None
+
     def start(self, networks: Networks) -> None:
         """Tell of the network that is trained, from now on."""
         self.stop()

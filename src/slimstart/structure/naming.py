@@ -14,7 +14,8 @@ from slimstart.structure.policies import Policy
 
 POLICIES = ("equal_worth", "paper")
 COUPLING = {"equal_worth": "stream", "paper": "filter"}
-WINDOW, MOST_SEARCHED = 16, 0.1  # steps between two draws of "equal_worth", and the share of the training for all
+SEARCHED = 0.1  # share of a training that "equal_worth" searches
+WINDOW = 50  # steps between two of its draws where nobody knows how long the training is
 
 
 def make_policy(
@@ -48,7 +49,7 @@ def make_policy(
         return policy(table)
     assert budget is not None
     if policy == "equal_worth":
-        rounds = ROUNDS if total_steps is None else min(ROUNDS, _most_searched(total_steps))
+        rounds = ROUNDS if total_steps is None else min(ROUNDS, _searched(total_steps))
         return EqualWorth(table, budget, align=ALIGN if align is None else align, rounds=rounds)
     estimator = get_estimator("vr_pge" if estimator is None else estimator)
     return BernoulliUnits(
@@ -67,9 +68,9 @@ def default_window(name: str, total_steps: int | None) -> int:
     """Steps between two draws where nobody has said how many."""
     if name == "paper":
         return 1
-    return WINDOW if total_steps is None else min(WINDOW, max(1, _most_searched(total_steps) // ROUNDS))
+    return WINDOW if total_steps is None else max(1, _searched(total_steps) // ROUNDS)
 
 
-def _most_searched(total_steps: int) -> int:
-    """Steps of a training that a search by worth may take."""
-    return max(1, round(MOST_SEARCHED * total_steps))
+def _searched(total_steps: int) -> int:
+    """Steps of a training that a search by worth takes, at most."""
+    return max(1, round(SEARCHED * total_steps))

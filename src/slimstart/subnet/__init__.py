@@ -5,15 +5,15 @@ keeps a narrow network whose tensors change with every draw; `optimizer_state.py
 `state_hooks.py` keeps state dicts dense meanwhile. `networks.py` has all networks of a draw together, just as wide as
 it is; `slotted.py` has them in static slots (`slots.py`: how many; `seating.py`: who sits where). `resident.py` and
 `resident_slots.py` are the same two for a dense model that stays on the host: `crossing.py` says what crosses the bus,
-`page_locked.py` keeps the dense tensors where a GPU reaches them. `fan_in.py` scales fresh weights, `beginning.py`
-keeps them for a second start; `batchnorm.py` refreshes statistics; `verify.py` compares a narrow network with the
-masked dense one. Two that stay dense: `masking.py`, whose mask changes in place, for many forwards of sampled networks;
-`gating.py`, whose gates learn by the chain rule.
+`page_locked.py` keeps the dense tensors where a GPU reaches them. `fan_in.py` scales fresh weights; `batchnorm.py`
+refreshes statistics; `verify.py` compares a narrow network with the masked dense one. Two that stay dense:
+`masking.py`, whose mask changes in place, for many forwards of sampled networks; `gating.py`, whose gates learn by the
+chain rule.
 """
 
 from slimstart.subnet.batchnorm import recalibrate
 from slimstart.subnet.compact import compact
-from slimstart.subnet.fan_in import compact_fresh, has_learned
+from slimstart.subnet.fan_in import compact_fresh, has_learned, suit_
 from slimstart.subnet.masking import MaskedNetwork
 from slimstart.subnet.networks import Executed, Networks, Traffic
 from slimstart.subnet.optimizer_state import OptimizerLink
@@ -38,6 +38,7 @@ __all__ = [
     "compact_fresh",
     "has_learned",
     "recalibrate",
+    "suit_",
     "trace_verified",
     "verify",
 ]

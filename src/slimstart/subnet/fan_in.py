@@ -39,6 +39,12 @@ def has_learned(model: nn.Module, optimizer: Optimizer) -> bool:
     return bool(optimizer.state) or any(bool(count > 0) for count in counts if not count.is_meta)
 
 
+def suit_(model: nn.Module, selection: Selection) -> None:
+    """Give a fresh dense model the scale that its weights will need under a selection; those that are frozen do not."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    rescale_fan_in_(trained, model, selection)
+
+
 def compact_fresh(model: nn.Module, selection: Selection) -> nn.Module:
     """A freshly initialised narrow network from a freshly initialised dense one."""
     small = compact(model, selection)
