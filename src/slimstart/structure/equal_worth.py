@@ -44,7 +44,7 @@ from slimstart.structure.fitting import Fit, whole
 ALIGN = 8
 ROUNDS = 16
 RATE = 0.5
-PULL = 1.0
+PULL = 2.0
 MOST = 0.35  # by which a log-width may change in one round
 
 

@@ -14,7 +14,7 @@ from slimstart.structure.policies import Policy
 
 POLICIES = ("equal_worth", "paper")
 COUPLING = {"equal_worth": "stream", "paper": "filter"}
-SEARCHED = 0.1  # share of a training that "equal_worth" searches
+SEARCHED = 0.2  # share of a training that "equal_worth" searches
 WINDOW = 50  # steps between two of its draws where nobody knows how long the training is
 
 
