@@ -110,7 +110,7 @@ def ablation_cells(rows: list[dict[str, Any]], texts: dict[str, str]) -> Iterato
         mean = statistics.mean(values)
         spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
         better = f" ({mean - statistics.mean(narrow):+.2f})" if narrow and variant != "narrow" else ""
-        return f"{mean:.2f}{spread}{better}"
+        return f"{mean:.2f}{spread}{better.replace('-', '−')}"
 
     for variant in dict.fromkeys(row["variant"] for row in rows):
         seeds = {row["seed"] for row in rows if row["variant"] == variant and "accuracy" in row}

@@ -78,7 +78,7 @@ class SparseTraining:
         structure_lr: Adam's learning rate for s; the paper's, and the default, is 12e-3.
         resample_every: steps for which a sub-network is held. Of the paper's policy only the first of them updates s:
             after it the weights have been trained for this mask, and the two losses no longer compare. By default 1;
-            for "equal_worth" such that the search takes a tenth of `total_steps`, or 50 where those are not known.
+            for "equal_worth" such that the search takes a fifth of `total_steps`, or 50 where those are not known.
         align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
             with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1. For
             "equal_worth", which pads nothing: large groups have multiples of so many units; 8 by default.
@@ -486,7 +486,7 @@ class SparseTraining:
         if isinstance(self.policy, WatchingPolicy) and not self.settled:
             logger.warning(
                 "the network is finished after %d steps, before its widths are found; give `total_steps`, so that they "
-                "are in a tenth of them",
+                "are in a fifth of them",
                 self.num_steps,
             )
         seen = first_batches(batches, max_batches)

@@ -1,5 +1,7 @@
 """Numbers in the documents come from records under results/."""
 
+import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,41 @@ def test_tables_of_runs_are_those_of_the_records(name: str) -> None:
         [f"{record.accuracy:.1f}", ratio, f"{100 * record.params_ratio:.1f}", *end]
     ]
     assert cells("docs/performance.md", RUNS[name]) == [[f"{record.accuracy:.2f}", ratio, *end]]
+
+
+@pytest.mark.parametrize(
+    ("folder", "label"),
+    [
+        ("vgg19-cifar10-10", "VGG-19, CIFAR-10, 10 %"),
+        ("vgg19-cifar10-2", "VGG-19, CIFAR-10, 1.8 %"),
+        ("resnet32-cifar10-10", "ResNet-32, CIFAR-10, 10 %"),
+        ("mobilenet_v1-tiny-25", "MobileNetV1, 16 classes of Tiny ImageNet, 25 %"),
+    ],
+)
+def test_means_over_seeds_are_those_of_the_records(folder: str, label: str) -> None:
+    expected, seeds = [], 0
+    for method in ("narrow", "narrow-front_heavy", "slimstart"):
+        files = sorted((REPOSITORY / "results" / folder).glob(f"{method}-seed*.json"))
+        found = [records.read(file).accuracy for file in files]
+        expected.append(f"{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}" if found else "")
+        seeds = max(seeds, len(found))
+    assert cells("README.md", label) == [[*expected, str(seeds)]]
+
+
+@pytest.mark.parametrize(("policy", "label"), [("equal_worth", "equal worth"), ("paper", "paper")])
+def test_what_a_model_on_the_host_costs_is_what_was_measured(policy: str, label: str) -> None:
+    record = json.loads((REPOSITORY / "results" / f"resident_h200_{policy}.json").read_text(encoding="utf-8"))
+    host, device = record["rows"]
+    assert (host["full_model_device"], device["full_model_device"]) == ("cpu", "cuda")
+    gib = [host["dense_bytes"], host["peak_reserved_bytes"], device["peak_reserved_bytes"]]
+    dense, peak, whole = (f"{size / 2**30:.2f} GiB" for size in gib)
+    expected = [dense, f"{record['limit']} GiB", peak, whole]
+    expected += [f"{1e3 * row['step_s']:.2f} ms" for row in (host, device)]
+    expected += [f"{1e3 * row['draw_s']:.0f} ms" for row in (host, device)]
+    assert cells("docs/larger-than-the-card.md", label) == [expected]
+    slower = 100 * record["slower"][policy]
+    text = (REPOSITORY / "docs/larger-than-the-card.md").read_text(encoding="utf-8")
+    assert f"{slower:.1f} % longer" in text or f"{slower:.0f} % longer" in text
 
 
 @pytest.mark.parametrize(

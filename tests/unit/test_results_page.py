@@ -141,6 +141,17 @@ def test_narrow_networks_far_away_say_nothing() -> None:
     assert table(runs)["slimstart"]["narrow, %"] == "89.00 (+1.00 at 9.70 % FLOPs)"
 
 
+def test_a_profile_by_hand_is_not_the_narrow_network() -> None:
+    """It is one of the others, and is itself compared with one share of all widths."""
+    runs = [run("slimstart", 90.0, 0.1), run("narrow", 89.0, 0.1)]
+    runs.append(run("narrow", 91.0, 0.1, config={"protocol": "front_heavy"}))
+    found = table(runs)
+    assert found["slimstart"]["narrow, %"] == "89.00 (+1.00)"
+    assert found["narrow (protocol front\\_heavy)"]["narrow, %"] == "89.00 (+2.00)"
+    text = shown(runs)
+    assert "is 1.00 points ahead of narrow and is 1.00 points behind the only other, narrow (protocol front" in text
+
+
 @pytest.mark.parametrize(
     "change",
     [

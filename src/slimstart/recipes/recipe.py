@@ -75,7 +75,9 @@ class Recipe:
         "12e-3",
     )
     resample_every: int | None = _setting(
-        None, "steps for which a sub-network is held; if not given 16, or less in a short run; for the policy paper 1"
+        None,
+        "steps for which a sub-network is held; if not given, such that the search is a fifth of the training; for the "
+        "policy paper 1",
     )
     align: int | None = _setting(
         None,

@@ -44,7 +44,7 @@ class Line:
     @property
     def narrow(self) -> Row | None:
         """The hand-narrowed network of about as many FLOPs."""
-        near = [one for one in self.near(NEAR) if one.first.method == "narrow"] if _is_found(self.row) else []
+        near = [one for one in self.near(NEAR) if _is_narrow(one)] if _is_found(self.row) else []
         return min(near, key=lambda one: (apart(one.flops, self.row.flops), -one.accuracy), default=None)
 
     @property
@@ -87,8 +87,13 @@ def _shared(row: Row, defaults: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _is_found(row: Row) -> bool:
-    """Whether a method has found the network, and not a number for all widths."""
-    return row.first.method not in ("dense", "narrow")
+    """Whether its widths are others than those of the dense network, or one share of them."""
+    return row.first.method != "dense" and not _is_narrow(row)
+
+
+def _is_narrow(row: Row) -> bool:
+    """Whether it is the hand-narrowed network: one number for all widths, and no profile."""
+    return row.first.method == "narrow" and row.first.config.get("protocol") != "front_heavy"
 
 
 def _is_of(row: Row, estimators: Container[str]) -> bool:
@@ -121,7 +126,7 @@ def standings(lines: Sequence[Line], ours: Container[str]) -> Iterator[str]:
             continue
         if len(rivals) > 1:
             text += f", the best of {len(rivals)} of ours,"
-        narrow = [row for row in rivals[best] if row.first.method == "narrow"]
+        narrow = [row for row in rivals[best] if _is_narrow(row)]
         text += f" is {standing(best.row, narrow)} narrow" if narrow else " has no narrow network beside it"
         if others := [row for row in rivals[best] if _is_found(row)]:
             name = escaped(max(others, key=lambda row: row.accuracy).label)
