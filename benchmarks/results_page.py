@@ -5,6 +5,7 @@ python benchmarks/results_page.py
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import statistics
@@ -118,6 +119,7 @@ def ablation_cells(rows: list[dict[str, Any]], texts: dict[str, str]) -> Iterato
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for file, record in found(ROOT / "results"):
         if isinstance(record, Study):
             study_plot.write(record, file.with_suffix(".svg"))

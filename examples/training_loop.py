@@ -2,8 +2,8 @@
 
     python examples/training_loop.py
 
-Six epochs on the CPU, narrow from the first step: in the first of them the widths of the layers are learned, then they
-stay. Everything but the lines with `sparse` is what you would write for any network.
+Six epochs on the CPU, narrow from the first step: during a fifth of them the widths of the layers are learned, then
+they stay. Everything but the lines with `sparse` is what you would write for any network.
 """
 
 import argparse

@@ -128,7 +128,9 @@ def own_loop(ranks: Ranks) -> dict[str, Any]:
 CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "no norm": lambda ranks: sparse_training(ranks, "none"),
     "batch norm, padded": lambda ranks: sparse_training(ranks, "batch", align=4),
-    "equal worth": lambda ranks: sparse_training(ranks, "batch", policy="equal_worth", resample_every=2),
+    "equal worth": lambda ranks: sparse_training(
+        ranks, "batch", policy="equal_worth", resample_every=1, total_steps=25
+    ),
     "held, clipped": lambda ranks: sparse_training(ranks, "batch", resample_every=3, max_grad_norm=0.5),
     "dense model at home": lambda ranks: sparse_training(ranks, "batch", resample_every=2, full_model_device="cpu"),
     "symmetric, one mask per stream": lambda ranks: sparse_training(

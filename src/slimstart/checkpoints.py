@@ -106,6 +106,8 @@ def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.S
         raise CheckpointError(f"this is not a state dict of SparseTraining (no 'format': {FORMAT!r})")
     if missing := sorted(_KEYS - state.keys()):
         raise CheckpointError(f"the state dict lacks {', '.join(missing)}; it is incomplete")
+    if unknown := sorted(map(str, state.keys() - _KEYS)):
+        raise CheckpointError(f"the state dict has {', '.join(unknown)} too; it was written by another version")
     for key in ("coupling", "structure"):
         if state[key] != own[key]:
             raise CheckpointError(

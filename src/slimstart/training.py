@@ -485,9 +485,7 @@ class SparseTraining:
         """
         if isinstance(self.policy, WatchingPolicy) and not self.settled:
             logger.warning(
-                "the network is finished after %d steps, before its widths are found; give `total_steps`, so that they "
-                "are in a fifth of them",
-                self.num_steps,
+                "the network is finished after %d steps, while its widths are still being learned", self.num_steps
             )
         seen = first_batches(batches, max_batches)
         self.sync()
@@ -575,8 +573,8 @@ class SparseTraining:
         self._networks.reload()
         if self._watch is not None and self._watch.is_on:
             logger.warning(
-                "weights were loaded while widths are learned, which goes on. To resume a training, load the state "
-                "dict of SparseTraining, which has the structure too"
+                "weights were loaded while widths are learned; the search goes on with them. To resume a training, "
+                "load the state dict of SparseTraining, which has the structure too"
             )
 
     def _adopt(self) -> None:

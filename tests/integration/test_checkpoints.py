@@ -331,6 +331,13 @@ def test_a_missing_key_within(part: str, key: str, differences: Any) -> None:
     refused(training(seed=3), state, differences)
 
 
+def test_a_key_of_another_version(differences: Any) -> None:
+    state = {**advanced().state_dict(), "beginning": {}}
+    refused(training(seed=3), state, differences)
+    with pytest.raises(CheckpointError, match="has beginning too; it was written by another version"):
+        training(seed=3).load_state_dict(state)
+
+
 def test_every_key_is_expected() -> None:
     """The list above is whole."""
     assert set(training().state_dict()) == {

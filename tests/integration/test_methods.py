@@ -105,6 +105,19 @@ def made(steps_per_epoch: int = STEPS, **settings: Any) -> Method:
     return make_method(merged(TINY, settings), model, torch.zeros(1, 1, 28, 28), steps_per_epoch)
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"epochs": 80, "finetune_epochs": 20}, 0.2 * 100 * 10),
+        ({"epochs": 100, "settle_at": 0.1}, 0.1 * 100 * 10),
+        ({"epochs": 10, "finetune_epochs": 90}, 10 * 10),
+    ],
+)
+def test_a_search_by_worth_ends_before_the_structure_is_fixed(settings: dict[str, Any], steps: float) -> None:
+    sparse = made(steps_per_epoch=10, method="slimstart", policy="equal_worth", **settings).sparse  # type: ignore[attr-defined]
+    assert sparse.resample_every * sparse.policy.rounds == pytest.approx(steps, rel=0.05)
+
+
 # --------------------------------------------------------------------------- stopped and resumed
 
 STOPPED = [

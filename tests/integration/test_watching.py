@@ -350,22 +350,31 @@ def test_a_scale_that_a_fused_optimizer_takes_out_itself_is_taken_out() -> None:
     assert torch.allclose(*notes.told, rtol=1e-6)
 
 
-def test_its_window_follows_the_length_of_the_run() -> None:
-    for total, window, rounds in ((None, 50, 16), (1000, 12, 16), (120, 1, 16), (20, 1, 4), (160_000, 2000, 16)):
-        sparse = start(resample_every=None, total_steps=total)
-        assert isinstance(sparse.policy, EqualWorth)
-        assert (sparse.resample_every, sparse.policy.rounds) == (window, rounds)
-        assert total is None or window * rounds <= total / 5
+@pytest.mark.parametrize(
+    ("total", "given", "window", "rounds"),
+    [
+        (None, None, 50, 16),
+        (160_000, None, 2000, 16),
+        (1000, None, 12, 16),
+        (1000, 30, 30, 7),
+        (120, None, 2, 12),
+        (20, None, 1, 4),
+        (3, None, 1, 1),
+        (100, 1000, 1000, 1),
+    ],
+)
+def test_its_search_is_a_fifth_of_the_run(total: int | None, given: int | None, window: int, rounds: int) -> None:
+    sparse = start(resample_every=given, total_steps=total)
+    assert isinstance(sparse.policy, EqualWorth)
+    assert (sparse.resample_every, sparse.policy.rounds) == (window, rounds)
 
 
 def test_a_network_that_is_finished_too_early_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    sparse = start(total_steps=20, resample_every=None)
+    sparse = start(total_steps=10, resample_every=None)
     for number in range(3):
         sparse.step(loss_fn, *batch(number))
         sparse.finish([batch(0)], loss_fn)
-        assert ("finished after 1 steps, before its widths are found; give `total_steps`" in caplog.text) == (
-            number == 0
-        )
+        assert ("finished after 1 steps, while its widths are still being learned" in caplog.text) == (number == 0)
         caplog.clear()
 
 

@@ -36,7 +36,7 @@ def watch(policy: EqualWorth, worth: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("values", [(1.0, 1.0, 1.0), (9.0, 1.0, 0.3), (0.2, 5.0, 2.0)])
-@pytest.mark.parametrize("pull", [0, 0.5, 1])
+@pytest.mark.parametrize("pull", [0, 0.5, 1, 2])
 def test_it_finds_the_widths_of_least_loss(values, pull):
     """With the loss a_1 / w_1 + a_2 / w_2 + a_3 / w_3, a unit of group g is worth a_g / w_g^2.
 

@@ -54,6 +54,62 @@ def test_means_over_seeds_are_those_of_the_records(folder: str, label: str) -> N
     assert cells("README.md", label) == [[*expected, str(seeds)]]
 
 
+def mean(folder: str, method: str) -> float:
+    """Of the seeds, percent."""
+    files = (REPOSITORY / "results" / folder).glob(f"{method}-seed*.json")
+    return statistics.mean(records.read(file).accuracy for file in files)
+
+
+def test_sentences_say_what_the_records_say() -> None:
+    how, readme = (
+        " ".join((REPOSITORY / name).read_text(encoding="utf-8").split())
+        for name in ("docs/how-it-works.md", "README.md")
+    )
+    better = {
+        folder: mean(folder, "slimstart") - mean(folder, "narrow")
+        for folder in ("vgg19-cifar10-10", "vgg19-cifar10-2", "resnet32-cifar10-10", "mobilenet_v1-tiny-25")
+    }
+    ten, two, residual, tiny = better.values()
+    assert f"{ten:.2f} points ahead of the hand-narrowed VGG-19 at 10 %, and {two:.2f} at 1.8 %" in how
+    assert f"ResNet-32 at 10 % is {residual:.2f} ahead" in how
+    assert f"{tiny:.2f} ahead of the hand-narrowed MobileNetV1 at 25 %" in how
+    behind, ahead = (
+        mean(folder, "slimstart") - mean(folder, "narrow-front_heavy")
+        for folder in ("vgg19-cifar10-10", "vgg19-cifar10-2")
+    )
+    assert f"is {-behind:.2f} points better at 10 % and {ahead:.2f} worse at 1.8 %" in how
+    alone = REPOSITORY / "results" / "vgg19-cifar10-10-alone"
+    seconds = [records.read(alone / f"{method}-seed0.json").train_seconds for method in ("narrow", "slimstart")]
+    assert f"takes {seconds[0]:.1f} s narrowed by hand and {seconds[1]:.1f} s with slimstart" in readme
+    paper = records.read(REPOSITORY / "results" / "vgg16-cifar10-paper" / "slimstart-seed0.json")
+    assert f"ends at {paper.accuracy:.2f} % with {100 * paper.flops_ratio:.1f} % of the FLOPs" in readme
+
+
+@pytest.mark.parametrize(
+    ("variant", "label"),
+    [
+        ("equal_worth", "a fifth, 2 (the default)"),
+        ("share=0.2+pull=1", "a fifth, 1"),
+        ("share=0.4+pull=1", "two fifths, 1"),
+        ("share=0.1+pull=1", "a tenth, 1"),
+        ("share=0.1+pull=0", "a tenth, none"),
+        ("anew+share=0.036+pull=1", "256 steps, 1, and training begins anew with fresh weights"),
+        ("anew+share=0.036+pull=0", "the same without pull"),
+    ],
+)
+def test_the_choice_of_settings_is_that_of_the_records(variant: str, label: str) -> None:
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for file in (REPOSITORY / "results" / "ablation").glob("*.json"):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        for row in record["rows"]:
+            found.setdefault((row["variant"], record["model"], row["budget"]), []).append(row["accuracy"])
+    expected = []
+    for model, budget in (("vgg19", "flops=0.1"), ("vgg19", "flops=0.018"), ("resnet32", "flops=0.1")):
+        own, narrow = found.get((variant, model, budget)), found["narrow", model, budget]
+        expected.append(f"{statistics.mean(own) - statistics.mean(narrow):+.2f}".replace("-", "−") if own else "")
+    assert cells("docs/how-it-works.md", label) == [expected]
+
+
 @pytest.mark.parametrize(("policy", "label"), [("equal_worth", "equal worth"), ("paper", "paper")])
 def test_what_a_model_on_the_host_costs_is_what_was_measured(policy: str, label: str) -> None:
     record = json.loads((REPOSITORY / "results" / f"resident_h200_{policy}.json").read_text(encoding="utf-8"))

@@ -57,7 +57,7 @@ class EqualWorth:
         align: large groups have multiples of so many units, because GPUs are slow at others.
         rounds: draws until the structure is settled.
         rate: of the first round.
-        pull: how strongly neighbours are drawn to one share.
+        pull: how strongly neighbours are drawn to one share; by default 2, or as much as the rate allows.
     """
 
     num_masks = 1
@@ -70,15 +70,16 @@ class EqualWorth:
         align: int = ALIGN,
         rounds: int = ROUNDS,
         rate: float = RATE,
-        pull: float = PULL,
+        pull: float | None = None,
     ) -> None:
         for name, value in (("align", align), ("rounds", rounds)):
             if value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1")
         if not 0 < rate <= 1:
             raise ValueError(f"`rate` is {rate}; it must be in (0, 1]")
+        pull = min(PULL, 1 / rate) if pull is None else pull
         if not 0 <= rate * pull <= 1:
-            raise ValueError(f"`pull` is {pull}; it must be in [0, {1 / rate:g}], or widths would swing")
+            raise ValueError(f"`pull` is {pull}; it must be in [0, {1 / rate:g}], or widths would swing more and more")
         self.budget: BoundBudget = budget.bind(table)
         self.align, self.rounds, self.rate, self.pull = align, rounds, rate, pull
         self._fit = Fit(self.budget, table)

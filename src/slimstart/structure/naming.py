@@ -49,7 +49,7 @@ def make_policy(
         return policy(table)
     assert budget is not None
     if policy == "equal_worth":
-        rounds = ROUNDS if total_steps is None else min(ROUNDS, _searched(total_steps))
+        rounds = ROUNDS if total_steps is None else _rounds(total_steps, resample_every)
         return EqualWorth(table, budget, align=ALIGN if align is None else align, rounds=rounds)
     estimator = get_estimator("vr_pge" if estimator is None else estimator)
     return BernoulliUnits(
@@ -68,9 +68,9 @@ def default_window(name: str, total_steps: int | None) -> int:
     """Steps between two draws where nobody has said how many."""
     if name == "paper":
         return 1
-    return WINDOW if total_steps is None else max(1, _searched(total_steps) // ROUNDS)
+    return WINDOW if total_steps is None else max(1, round(SEARCHED * total_steps / ROUNDS))
 
 
-def _searched(total_steps: int) -> int:
-    """Steps of a training that a search by worth takes, at most."""
-    return max(1, round(SEARCHED * total_steps))
+def _rounds(total_steps: int, window: int) -> int:
+    """How many windows are about the share of a training that is searched."""
+    return min(ROUNDS, max(1, round(SEARCHED * total_steps / window)))

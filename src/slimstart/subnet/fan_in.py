@@ -40,7 +40,7 @@ def has_learned(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def suit_(model: nn.Module, selection: Selection) -> None:
-    """Give a fresh dense model the scale that its weights will need under a selection; those that are frozen do not."""
+    """Give a fresh dense model the scale that its weights will need under a selection; frozen ones are left alone."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     rescale_fan_in_(trained, model, selection)
 
