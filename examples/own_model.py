@@ -1,7 +1,7 @@
 """A network of your own: a factory is all that slimstart needs. From the root of the repository:
 
     slimstart inspect examples.own_model:make --image 1x28x28 --budget flops=0.2
-    slimstart train --model examples.own_model:make --data fashion --budget flops=0.2 --epochs 12 --settle-at 0.5
+    slimstart train --model examples.own_model:make --data fashion --budget flops=0.2 --epochs 12
 
 `module:factory` is looked for where Python looks for modules, and in the current folder. The factory may take
 `num_classes` and `in_channels`; what it returns is the dense network, and its forward is ordinary PyTorch.

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -106,6 +107,14 @@ class SparseTraining:
             initialised by itself. False for a model that has learned: by default where the optimizer has state, or a
             batch norm has counted batches. Say it where neither tells.
 
+    Attributes:
+        graph: what belongs together in the model; `graph.select(mask)` is the structure of a network.
+        policy: what learns the structure.
+        settled: whether the structure is fixed.
+        num_steps: that have been taken.
+        engine: that steps run with; `reason` says why not with graphs.
+        building_seconds: in which graphs were captured, networks built anew, and steps ran eagerly before.
+
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
         BudgetError: no sub-network is so small.
@@ -141,12 +150,10 @@ class SparseTraining:
         if policy not in POLICIES and not callable(policy):
             raise ValueError(f"`policy` is {policy!r}; it must be one of {', '.join(POLICIES)}, or callable")
         name = "paper" if callable(policy) else policy
+        for setting, value in (("resample_every", resample_every), ("align", align), ("total_steps", total_steps)):
+            if value is not None and not (isinstance(value, Integral) and value >= 1):
+                raise ValueError(f"`{setting}` is {value!r}; it must be a whole number, at least 1")
         resample_every = default_window(name, total_steps) if resample_every is None else resample_every
-        if resample_every < 1:
-            raise ValueError(f"`resample_every` is {resample_every}; it must be at least 1")
-        for setting, value in (("align", align), ("total_steps", total_steps)):
-            if value is not None and value < 1:
-                raise ValueError(f"`{setting}` is {value}; it must be at least 1")
         if not (budget is None or isinstance(budget, Budget)):
             raise TypeError(f"`budget` is {budget!r}; it must be a budget, such as slimstart.Flops(0.10)")
         if (budget is None) != callable(policy):
@@ -179,7 +186,7 @@ class SparseTraining:
         self.num_steps = 0
         self.num_examples: float = 0  # of the last step, over all ranks
         self.settled = False
-        self.building_seconds = 0.0  # in which graphs were captured, networks built anew, and steps ran eagerly before
+        self.building_seconds = 0.0
         self._held_steps = 0  # since the last draw
         self._backward = Backward(optimizer, max_grad_norm, scaler)
         self._wrapping = Wrapping(wrap)

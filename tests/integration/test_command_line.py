@@ -207,6 +207,7 @@ def test_help_answers_without_loading_pytorch() -> None:
         (["--recipe", "missing.toml"], "cannot be used"),
         (["--resume"], "--resume needs --out"),
         (["--resume", "--out", "nowhere"], "nowhere holds no run"),
+        (["--resume", "--out", "nowhere", "--epochs", "3"], "nowhere holds no run"),
         (["--batch-size", "100000"], "100000"),
         (["--unknown"], "--unknown"),
     ],

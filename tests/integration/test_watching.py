@@ -369,6 +369,22 @@ def test_its_search_is_a_fifth_of_the_run(total: int | None, given: int | None, 
     assert (sparse.resample_every, sparse.policy.rounds) == (window, rounds)
 
 
+@pytest.mark.parametrize("mistake", [None, "another network is trained", "no step", "not finite"])
+def test_a_loop_from_which_nothing_can_be_learned_is_told_of(
+    mistake: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse = start(resample_every=2, total_steps=100)
+    for number in range(4):
+        net = sparse.model if mistake == "another network is trained" else sparse.net
+        sparse.optimizer.zero_grad()
+        loss = loss_fn(net, *batch(number)) * (float("inf") if mistake == "not finite" else 1)
+        loss.backward()
+        if mistake != "no step":
+            sparse.optimizer.step()
+        sparse.update(loss)
+    assert caplog.text.count("nothing was learned of widths since the last draw") == (0 if mistake is None else 2)
+
+
 def test_a_network_that_is_finished_too_early_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     sparse = start(total_steps=10, resample_every=None)
     for number in range(3):
@@ -381,8 +397,9 @@ def test_a_network_that_is_finished_too_early_is_told_of(caplog: pytest.LogCaptu
 def test_errors() -> None:
     with pytest.raises(ValueError, match="`policy` is 'best'; it must be one of equal_worth, paper"):
         start(policy="best")
-    with pytest.raises(ValueError, match="`total_steps` is 0; it must be at least 1"):
-        start(total_steps=0)
+    for wrong in ({"total_steps": 0}, {"total_steps": 2.5}, {"resample_every": "50"}, {"align": -1}):
+        with pytest.raises(ValueError, match=r"`\w+` is .*; it must be a whole number, at least 1"):
+            start(**wrong)
     with pytest.raises(TypeError, match=r"`budget` is 0\.2; it must be a budget, such as slimstart\.Flops"):
         start(budget=0.2)
     used = AdamW(chain().parameters())

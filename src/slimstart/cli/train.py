@@ -102,7 +102,7 @@ def _train(name: str | None, out: Path | None, resume: bool, asked: dict[str, An
 
 def _opened(run: Run, name: str | None, resume: bool, asked: dict[str, Any]) -> tuple[Recipe, bool, bool]:
     """The recipe of a run, whether it goes on, and whether there is nothing left to do."""
-    going_on = resume and (run.exists or not (name or asked))  # with nothing to start from, there must be a run
+    going_on = resume and (run.exists or not (name or "model" in asked))  # who means to start says with what
     if going_on:
         settings = run.recipe(asked.get("model"))
         _refuse_changes(settings, asked, name)

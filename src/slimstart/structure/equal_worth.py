@@ -30,6 +30,7 @@ No second network is run, no mask is random, and at every step the network is ex
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.structure.budgets import BoundBudget, Budget
 from slimstart.structure.fitting import Fit, whole
+
+logger = logging.getLogger(__name__)
 
 ALIGN = 8
 ROUNDS = 16
@@ -125,7 +128,12 @@ class EqualWorth:
 
     def draw(self) -> Tensor:
         if self._begun and not self.is_done:
-            if float(self._count):
+            if not float(self._count):
+                logger.warning(
+                    "nothing was learned of widths since the last draw: no finite gradients were seen. Train `net` of "
+                    "the SparseTraining, and step the optimizer before `update`"
+                )
+            else:
                 worth = (self._sums / self._count).cpu()
                 self._learn(worth)
                 self._mask = self._wide(torch.where(self._mask, worth, -1 - torch.arange(len(worth))))
