@@ -360,6 +360,11 @@ class SparseTraining:
             self._watch.start(self._networks) if active else self._watch.stop()
             self._networks.version += 1  # captured steps do as before: they are captured anew
 
+    @property
+    def _watches(self) -> bool:
+        """Whether widths are being learned from gradients now."""
+        return self._watch is not None and self._watch.is_on
+
     def sync(self) -> None:
         """Write what `net` and the optimizer have learned into the dense model and state.
 
@@ -490,7 +495,7 @@ class SparseTraining:
             plain: do without `StreamPort` on residual streams, at the price of rows of zeros. They cost multiply-adds
                 of their own: the budget holds for the network without them.
         """
-        if isinstance(self.policy, WatchingPolicy) and not self.settled:
+        if self._watches:
             logger.warning(
                 "the network is finished after %d steps, while its widths are still being learned", self.num_steps
             )
@@ -578,7 +583,7 @@ class SparseTraining:
 
     def _reload(self) -> None:
         self._networks.reload()
-        if self._watch is not None and self._watch.is_on:
+        if self._watches:
             logger.warning(
                 "weights were loaded while widths are learned; the search goes on with them. To resume a training, "
                 "load the state dict of SparseTraining, which has the structure too"

@@ -385,6 +385,20 @@ def test_a_loop_from_which_nothing_can_be_learned_is_told_of(
     assert caplog.text.count("nothing was learned of widths since the last draw") == (0 if mistake is None else 2)
 
 
+def test_where_no_width_can_be_learned_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = chain()
+    first = list(model[0].parameters())
+    for parameter in set(model.parameters()) - set(first):
+        parameter.requires_grad_(False)
+    sparse = SparseTraining(model, SGD(first, lr=0.1), batch(0)[0][:1], Flops(0.4), resample_every=1)
+    before = widths(sparse)
+    for number in range(3):
+        sparse.step(loss_fn, *batch(number))
+    assert widths(sparse) == before
+    assert len(caplog.messages) == 1
+    assert "widths stay at equal shares" in caplog.text
+
+
 def test_a_network_that_is_finished_too_early_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     sparse = start(total_steps=10, resample_every=None)
     for number in range(3):

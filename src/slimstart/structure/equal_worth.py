@@ -128,15 +128,15 @@ class EqualWorth:
 
     def draw(self) -> Tensor:
         if self._begun and not self.is_done:
-            if not float(self._count):
+            if float(self._count):
+                worth = (self._sums / self._count).cpu()
+                self._learn(worth)
+                self._mask = self._wide(torch.where(self._mask, worth, -1 - torch.arange(len(worth))))
+            elif not bool(self._held.all()):  # then it is known from the start
                 logger.warning(
                     "nothing was learned of widths since the last draw: no finite gradients were seen. Train `net` of "
                     "the SparseTraining, and step the optimizer before `update`"
                 )
-            else:
-                worth = (self._sums / self._count).cpu()
-                self._learn(worth)
-                self._mask = self._wide(torch.where(self._mask, worth, -1 - torch.arange(len(worth))))
             self.num_rounds += 1
             self._sums.zero_()
             self._count.zero_()
