@@ -106,7 +106,7 @@ VARIANTS = {
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
-    **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1)},
+    **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (1, 2, 4, 8, 16)},
     **{f"rate={r:g}": Variant(f"a first rate of {r:g}", settings={"rate": r}) for r in (0.25, 0.4)},
     **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.4)},
     "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),

@@ -36,24 +36,24 @@ def watch(policy: EqualWorth, worth: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("values", [(1.0, 1.0, 1.0), (9.0, 1.0, 0.3), (0.2, 5.0, 2.0)])
-@pytest.mark.parametrize("pull", [0, 0.5, 1, 2])
+@pytest.mark.parametrize("pull", [0, 1, 2])
 def test_it_finds_the_widths_of_least_loss(values, pull):
     """With the loss a_1 / w_1 + a_2 / w_2 + a_3 / w_3, a unit of group g is worth a_g / w_g^2.
 
     With a pull it is found from worths that lack what this adds: units beside wider neighbours are worth more.
     """
     graph = trace(chain(), torch.zeros(1, 3, 32, 32), "stream")
-    policy = EqualWorth(graph.costs, Flops(0.2), align=1, rounds=30, pull=pull)
+    policy = EqualWorth(graph.costs, Flops(0.2), align=1, rounds=150, pull=pull)
     a = torch.tensor(values, dtype=torch.float64)
     group = graph.costs.unit_group
     start, beside = policy._equal_shares, neighbours(policy.budget, group, policy._equal_shares.exp() / SIZES)
     assert beside[0].tolist() == [0, pytest.approx(0.53, abs=0.01), 0]  # of a chain, the first has one neighbour
     while not policy.is_done:
+        mask = policy.draw()[0]
         widths = policy.widths.double()
         wider = widths.log() - start
         lacking = (pull * (wider * beside.sum(1) - beside @ wider)).exp()
-        watch(policy, policy.draw()[0] * (a / widths**2 * lacking)[group])
-        policy.draw()
+        watch(policy, mask * (a / widths**2 * lacking)[group])
     found = float((a / policy.widths).sum())
     bound, rank = Flops(0.2).bind(graph.costs), torch.cat([torch.arange(n) for n in SIZES.tolist()])
     every = torch.tensor(list(itertools.product(range(1, 25), range(1, 41), range(1, 33, 2))))

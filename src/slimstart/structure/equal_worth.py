@@ -10,13 +10,14 @@ gradient adds; and only ratios count. So what a unit is worth comes with the bac
 With :math:`c_g` the cost of one more unit of group g, the widths are best where :math:`\bar v_g / c_g` is the same for
 all groups: otherwise a unit less here would pay for a better one there. So we follow
 
-.. math:: \log w_g \leftarrow \mathrm{fit}\left( \log w_g + \eta \log (\bar v_g / c_g)
-    - \eta p \sum_h A_{gh} (x_g - x_h) \right), \qquad x_g = \log (w_g / w^0_g)
+.. math:: x \leftarrow \mathrm{fit}\left( y \right), \qquad
+    y_g = x_g + \eta \log (\bar v_g / c_g) - \eta p \sum_h A_{gh} (y_g - y_h), \qquad x_g = \log (w_g / w^0_g)
 
 from equal shares :math:`w^0` of all groups, where `fit` moves all log-widths by one number such that the network fills
 the budget.
 
-The last term draws neighbours together: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every
+The last term draws neighbours together, and is that of the new widths, so that they do not swing however strongly it
+draws: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every
 product of a network lies between two groups, so twice the units here and half as many there cost the same; and a group
 as a whole is worth about the same however wide it is, as long as a window of training lasts. So nothing says where to
 stop: of two neighbours one takes all, and the blocks of a residual network waste away beside a wide stream. What all
@@ -31,6 +32,7 @@ No second network is run, no mask is random, and at every step the network is ex
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,7 +62,7 @@ class EqualWorth:
         align: large groups have multiples of so many units, because GPUs are slow at others.
         rounds: draws until the structure is settled.
         rate: of the first round.
-        pull: how strongly neighbours are drawn to one share; by default 2, or as much as the rate allows.
+        pull: how strongly neighbours are drawn to one share.
     """
 
     num_masks = 1
@@ -73,16 +75,15 @@ class EqualWorth:
         align: int = ALIGN,
         rounds: int = ROUNDS,
         rate: float = RATE,
-        pull: float | None = None,
+        pull: float = PULL,
     ) -> None:
         for name, value in (("align", align), ("rounds", rounds)):
             if value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1")
         if not 0 < rate <= 1:
             raise ValueError(f"`rate` is {rate}; it must be in (0, 1]")
-        pull = min(PULL, 1 / rate) if pull is None else pull
-        if not 0 <= rate * pull <= 1:
-            raise ValueError(f"`pull` is {pull}; it must be in [0, {1 / rate:g}], or widths would swing more and more")
+        if not 0 <= pull < math.inf:
+            raise ValueError(f"`pull` is {pull}; it must be at least 0")
         self.budget: BoundBudget = budget.bind(table)
         self.align, self.rounds, self.rate, self.pull = align, rounds, rate, pull
         self._fit = Fit(self.budget, table)
@@ -151,14 +152,18 @@ class EqualWorth:
         known = (mean > 0) & ~self._held
         if not bool(known.any()):
             return
-        gone = self._log_widths - self._equal_shares
-        apart = gone * self._neighbours.sum(1) - self._neighbours @ gone
-        drive = torch.where(known, (mean / each).log() - self.pull * apart, 0.0)
+        drive = torch.where(known, (mean / each).log(), 0.0)
         # To the middle of what is spent, whatever a few groups that are worth nothing would like.
         drive = torch.where(known, drive - _median(drive[known], (each * widths)[known]), 0.0)
         rate = self.rate * (1 - self.num_rounds / self.rounds)
         wanted = self._log_widths + (rate * drive).clamp(-MOST, MOST)
-        self._log_widths = self._fit(wanted[None], ~known)[0]
+        self._log_widths = self._fit(self._drawn_together(wanted, rate, known)[None], ~known)[0]
+
+    def _drawn_together(self, wanted: Tensor, rate: float, known: Tensor) -> Tensor:
+        """Log-widths x from w with x = w - rate * pull * (how far x is from its neighbours): stable at any pull."""
+        apart = torch.diag(self._neighbours.sum(1)) - self._neighbours
+        system = torch.eye(len(wanted)).double() + rate * self.pull * known.double()[:, None] * apart
+        return self._equal_shares + torch.linalg.solve(system, wanted - self._equal_shares)
 
     def _mean_cost(self) -> Tensor:
         """(G,): what a unit of each group costs, one more where there is one more to be had."""
