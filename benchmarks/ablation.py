@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 import re
 from collections.abc import Mapping
@@ -107,6 +108,8 @@ VARIANTS = {
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (1, 2, 4, 8, 16)},
+    "ample=1": Variant("units that say the same are worth less from the first on", settings={"ample": 1}),
+    "ample=inf": Variant("what others say too counts in full", settings={"ample": math.inf}),
     **{f"rate={r:g}": Variant(f"a first rate of {r:g}", settings={"rate": r}) for r in (0.25, 0.4)},
     **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.4)},
     "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.linalg import hadamard
 from torch import nn
 
 from slimstart import Channels, Flops, Params, models, trace
@@ -30,9 +31,10 @@ def chain() -> nn.Module:
 
 
 def watch(policy: EqualWorth, worth: torch.Tensor) -> None:
-    """One window, of two steps whose mean squares are these."""
-    for factor in (0.5, 1.5):
-        policy.watch_((factor * worth).sqrt())
+    """One window with these mean squares, in which every unit of a group says something else."""
+    signs = torch.from_numpy(hadamard(64)).repeat(1, len(worth) // 64 + 1)[:, : len(worth)]
+    for step, sign in enumerate(signs):
+        policy.watch_((0.5 + step % 2) ** 0.5 * sign * worth.sqrt())
 
 
 @pytest.mark.parametrize("values", [(1.0, 1.0, 1.0), (9.0, 1.0, 0.3), (0.2, 5.0, 2.0)])
@@ -60,6 +62,21 @@ def test_it_finds_the_widths_of_least_loss(values, pull):
     costs = torch.cat([bound.expected((rank < some[:, group]).double()) for some in every.split(1000)])
     best = float((a / every[costs <= bound.limit]).sum(1).min())
     assert found < 1.02 * best
+
+
+def test_units_that_say_the_same_are_worth_less():
+    """Two trainings with the same worths; in one the last group says one thing with all its units."""
+    graph, found = trace(chain(), torch.zeros(1, 3, 32, 32), "stream"), []
+    same = (graph.costs.unit_group == 2).double()
+    for part in (0, same):
+        policy = EqualWorth(graph.costs, Flops(0.2), align=1, pull=1)
+        for _ in range(4):
+            mask = policy.draw()[0]
+            for sign in torch.from_numpy(hadamard(64)).repeat(1, 2)[:, : graph.num_units]:
+                policy.watch_(mask * (sign * (1 - part) + sign[:1] * part))
+        found.append(policy.widths.tolist())
+    assert found[1][2] < found[0][2], found
+    assert found[1][1] > found[0][1], found
 
 
 @pytest.mark.parametrize("graph", [GRAPH, RESIDUAL], ids=["chain", "residual"])
@@ -210,6 +227,8 @@ def test_errors():
         ({"align": 0}, "`align` is 0"),
         ({"rate": 2.0}, "`rate`"),
         ({"pull": -1.0}, "`pull`"),
+        ({"pull": float("inf")}, "`pull`"),
+        ({"ample": 0.5}, "`ample`"),
     ):
         with pytest.raises(ValueError, match=message):
             EqualWorth(GRAPH.costs, Flops(0.3), **changes)

@@ -7,21 +7,25 @@ gradient adds; and only ratios count. So what a unit is worth comes with the bac
 
 .. math:: v_u = \mathbb{E}\left[ (\partial L / \partial a_u)^2 \right].
 
-With :math:`c_g` the cost of one more unit of group g, the widths are best where :math:`\bar v_g / c_g` is the same for
+Units that say the same make up for each other. Near the output of a classifier a group says hardly more than there are
+classes, however wide it is. Where :math:`w_g` units say :math:`r_g` different things (`participation`), and there are
+more than `ample` of them to each, one of them less is felt less, by :math:`s_g = \min(1, \mathrm{ample} \, r_g / w_g)`.
+
+With :math:`c_g` the cost of one more unit, the widths are best where :math:`d_g = \bar v_g s_g / c_g` is the same for
 all groups: otherwise a unit less here would pay for a better one there. So we follow
 
 .. math:: x \leftarrow \mathrm{fit}\left( y \right), \qquad
-    y_g = x_g + \eta \log (\bar v_g / c_g) - \eta p \sum_h A_{gh} (y_g - y_h), \qquad x_g = \log (w_g / w^0_g)
+    y_g = x_g + \eta \log d_g - \eta p \sum_h A_{gh} (y_g - y_h), \qquad x_g = \log (w_g / w^0_g)
 
 from equal shares :math:`w^0` of all groups, where `fit` moves all log-widths by one number such that the network fills
 the budget.
 
 The last term draws neighbours together, and is that of the new widths, so that they do not swing however strongly it
-draws: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every
-product of a network lies between two groups, so twice the units here and half as many there cost the same; and a group
-as a whole is worth about the same however wide it is, as long as a window of training lasts. So nothing says where to
-stop: of two neighbours one takes all, and the blocks of a residual network waste away beside a wide stream. What all
-neighbours do together changes the cost, and is free.
+draws: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every product of a network lies between
+two groups, so twice the units here and half as many there cost the same; and a group as a whole is worth about the same
+however wide it is, as long as a window of training lasts. So little says where to stop: of two neighbours one takes
+all, and the blocks of a residual network waste away beside a wide stream. What all neighbours do together changes the
+cost, and is free.
 
 Where a group shrinks, the units that are worth least go; where it grows, units come that rested so far. The rate
 :math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself.
@@ -43,14 +47,17 @@ from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.structure.budgets import BoundBudget, Budget
 from slimstart.structure.fitting import Fit, whole
+from slimstart.structure.participation import participation
 
 logger = logging.getLogger(__name__)
 
 ALIGN = 8
 ROUNDS = 16
 RATE = 0.5
-PULL = 2.0
+PULL = 8.0
+AMPLE = 4.0
 MOST = 0.35  # by which a log-width may change in one round
+SEEN = 100  # gradients that are kept: the last of a window
 
 
 class EqualWorth:
@@ -63,6 +70,7 @@ class EqualWorth:
         rounds: draws until the structure is settled.
         rate: of the first round.
         pull: how strongly neighbours are drawn to one share.
+        ample: more units than so many to each thing that a group says are worth less; infinity: they never are.
     """
 
     num_masks = 1
@@ -76,6 +84,7 @@ class EqualWorth:
         rounds: int = ROUNDS,
         rate: float = RATE,
         pull: float = PULL,
+        ample: float = AMPLE,
     ) -> None:
         for name, value in (("align", align), ("rounds", rounds)):
             if value < 1:
@@ -84,8 +93,10 @@ class EqualWorth:
             raise ValueError(f"`rate` is {rate}; it must be in (0, 1]")
         if not 0 <= pull < math.inf:
             raise ValueError(f"`pull` is {pull}; it must be at least 0")
+        if not ample >= 1:
+            raise ValueError(f"`ample` is {ample}; it must be at least 1")
         self.budget: BoundBudget = budget.bind(table)
-        self.align, self.rounds, self.rate, self.pull = align, rounds, rate, pull
+        self.align, self.rounds, self.rate, self.pull, self.ample = align, rounds, rate, pull, ample
         self._fit = Fit(self.budget, table)
         self._group, self._sizes = self._fit.group, self._fit.sizes
         self._equal_shares = self._log_widths = self._fit(self._sizes.double().log()[None])[0]
@@ -94,6 +105,7 @@ class EqualWorth:
         self._held = torch.zeros(len(self._sizes), dtype=torch.bool)
         self._sums = torch.zeros(table.num_units, dtype=torch.float64)  # of squares, since the last draw
         self._count = torch.zeros((), dtype=torch.float64)
+        self._seen = torch.zeros(SEEN, table.num_units)  # the last gradients, as on a ring
         self._mask = self._wide(-torch.arange(table.num_units).double())
 
     @property
@@ -118,13 +130,15 @@ class EqualWorth:
         self._held = self._totals(units.double()) > 0
 
     def to(self, device: torch.device | str) -> None:
-        self._sums, self._count = self._sums.to(device), self._count.to(device)
+        self._sums, self._count, self._seen = (t.to(device) for t in (self._sums, self._count, self._seen))
 
     @torch.no_grad()
     def watch_(self, gradients: Tensor) -> None:
-        squares = gradients.detach().double().square()
-        ok = torch.isfinite(squares).all()  # of a bad step nothing is learned
-        self._sums.add_(torch.where(ok, squares, 0))
+        gradients = gradients.detach().float()
+        ok = torch.isfinite(gradients).all()  # of a bad step nothing is learned
+        self._sums.add_(torch.where(ok, gradients.double().square(), 0))
+        place = (self._count.long() % SEEN).view(1)
+        self._seen.index_copy_(0, place, torch.where(ok, gradients, self._seen.index_select(0, place)[0])[None])
         self._count.add_(ok)
 
     def draw(self) -> Tensor:
@@ -149,6 +163,7 @@ class EqualWorth:
         present, each = self._mask.double(), self._mean_cost()
         widths = self._totals(present)
         mean = self._totals(worth * present) / widths
+        mean *= (self.ample * self._num_different() / widths).clamp(max=1)
         known = (mean > 0) & ~self._held
         if not bool(known.any()):
             return
@@ -163,7 +178,14 @@ class EqualWorth:
         """Log-widths x from w with x = w - rate * pull * (how far x is from its neighbours): stable at any pull."""
         apart = torch.diag(self._neighbours.sum(1)) - self._neighbours
         system = torch.eye(len(wanted)).double() + rate * self.pull * known.double()[:, None] * apart
-        return self._equal_shares + torch.linalg.solve(system, wanted - self._equal_shares)
+        gone: Tensor = torch.linalg.solve(system, wanted - self._equal_shares)
+        return self._equal_shares + gone
+
+    def _num_different(self) -> Tensor:
+        """(G,): how many different things the units of each group say."""
+        seen = self._seen[: int(self._count)].double().cpu()
+        groups = range(len(self._sizes))
+        return torch.stack([participation(seen[:, self._mask & (self._group == g)]) for g in groups])
 
     def _mean_cost(self) -> Tensor:
         """(G,): what a unit of each group costs, one more where there is one more to be had."""
@@ -207,6 +229,7 @@ class EqualWorth:
             "mask": self._mask.clone(),
             "sums": self._sums.to("cpu", copy=True),
             "count": float(self._count),
+            "seen": self._seen.to("cpu", copy=True),
             "num_rounds": self.num_rounds,
             "begun": self._begun,
             "limit": self.budget.limit,
@@ -223,6 +246,7 @@ class EqualWorth:
         self.num_rounds, self._begun = int(state["num_rounds"]), bool(state["begun"])
         # In place: a captured graph goes on with these tensors.
         self._sums.copy_(state["sums"])
+        self._seen.copy_(state["seen"])
         self._count.fill_(state["count"])
 
 

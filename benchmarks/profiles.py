@@ -1,0 +1,170 @@
+"""How much structure matters in a residual network: hand-made profiles of equal FLOPs, trained as the narrow one is.
+
+    python benchmarks/profiles.py --profiles uniform,front --data-dir DIR --device cuda --precision bfloat16 \
+        --seeds 0 --out results/ablation/resnet32-profiles.json
+
+Every filter has its own mask here (coupling "filter"): a profile also says which channels of a stream a block writes.
+Accuracy is that of a validation split, as for every choice of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import records
+import torch
+from torch import Tensor, nn
+
+from slimstart.graph import ChannelGraph, trace
+from slimstart.recipes.comparison import Trial, carry_out
+from slimstart.recipes.recipe import Recipe
+from slimstart.recipes.surroundings import Place, find_device
+from slimstart.structure import BoundBudget, Budget
+from slimstart.subnet import compact_fresh
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Factors on one common share of all widths of a CIFAR ResNet.
+
+    Attributes:
+        inner: on filters within blocks, which nobody outside sees.
+        written: on filters that blocks add to the stream.
+        span: the stream is so many times as wide as what the stem or the shortcut writes, and blocks write one behind
+            the other on it, all around; 0: all write its first channels.
+        first: on everything of the stem and the first stage.
+        last: on everything of the last stage.
+        inner_first: on filters within blocks of the first stage.
+        every_other: on filters within every second block.
+    """
+
+    inner: float = 1.0
+    written: float = 1.0
+    span: float = 0.0
+    first: float = 1.0
+    last: float = 1.0
+    inner_first: float = 1.0
+    every_other: float = 1.0
+
+    def width(self, name: str, size: int, share: float) -> float:
+        """Of the group of a layer, when all those of the profile would be `share` of their size without its factors."""
+        stage, block = _place(name)
+        width = share * size * {0: self.first, 1: self.first, 3: self.last}.get(stage, 1.0)
+        if "conv1" in name:
+            width *= self.inner * (self.inner_first if stage == 1 else 1) * (self.every_other if block % 2 else 1)
+        elif "conv2" in name:
+            width *= self.written
+        return width
+
+
+PROFILES = {
+    "uniform": Profile(),
+    "front": Profile(first=1.4, last=0.75),
+    "back": Profile(first=0.75, last=1.25),
+    "far_back": Profile(first=0.55, last=1.4),
+    "wide_blocks": Profile(inner=1.5),
+    "wide_streams": Profile(inner=0.6, last=1.3),
+    "thin_first_stage": Profile(inner_first=0.2, last=1.3),
+    "thin_first_stage_wide_streams": Profile(inner_first=0.2, inner=0.7, last=1.4),
+    "thin_every_other": Profile(every_other=0.2),
+    "write_half": Profile(written=0.5),
+    "spread": Profile(span=3),
+    "spread_half": Profile(span=3, written=0.5),
+    "spread_third": Profile(span=3, written=0.35),
+    "spread_fifth": Profile(span=3, written=0.2),
+    "spread_back": Profile(span=3, first=0.75, last=1.25),
+    "spread_third_front": Profile(span=3, written=0.35, first=1.4, last=0.75),
+    "spread_third_thin_every_other": Profile(span=3, written=0.35, every_other=0.2),
+}
+
+
+def _place(name: str) -> tuple[int, int]:
+    """The stage of a layer, 0 for the stem, and the block within it."""
+    found = re.match(r"stage(\d)\.(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def mask_of(profile: Profile, graph: ChannelGraph, budget: Budget) -> Tensor:
+    """The largest mask of a profile within a budget; what rounding leaves of it goes to groups from front to back."""
+    bound: BoundBudget = budget.bind(graph.costs)
+
+    def mask(share: float, wider: frozenset[str] = frozenset()) -> Tensor:
+        kept, next_place = torch.zeros(graph.num_units, dtype=torch.bool), dict[int, int]()
+        for group in graph.groups:
+            size, stage = len(group.units), max(1, _place(group.name)[0])
+            width = max(1, min(size, round(profile.width(group.name, size, share)) + (group.name in wider)))
+            around, start = size, 0
+            if profile.span and "conv2" in group.name:
+                alone = profile.width("stem" if stage == 1 else f"stage{stage}.0.shortcut", size, share)
+                around = max(width, min(size, round(profile.span * alone)))
+                start = next_place.get(stage, round(alone)) % around
+                next_place[stage] = start + width
+            kept[group.units.start + (start + torch.arange(width)) % around] = True
+        return kept
+
+    share, step = 0.0, 1.0
+    while step > 1e-6:
+        share, step = (share + step, step) if bound.cost(mask(share + step)) <= bound.limit else (share, step / 2)
+    wider: frozenset[str] = frozenset()
+    for group in graph.groups:
+        if bound.cost(mask(share, wider | {group.name})) <= bound.limit:
+            wider |= {group.name}
+    return mask(share, wider)
+
+
+def run(name: str, recipe: Recipe, folder: Path, place: Place) -> dict[str, Any]:
+    """One row."""
+
+    def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, *_: Any) -> nn.Module:
+        return compact_fresh(model, graph.select(mask_of(PROFILES[name], graph, budget)))
+
+    def by_filter(model: nn.Module, example: Tensor, coupling: str) -> ChannelGraph:
+        return trace(model, example, coupling="filter")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch("slimstart.recipes.methods.narrow", narrow))
+        stack.enter_context(patch("slimstart.recipes.methods.trace", by_filter))
+        outcome = carry_out(Trial(f"{name}-{recipe.budget}-seed{recipe.seed}".replace("=", ""), recipe), folder, place)
+    record = outcome.record
+    row = {"profile": name, "seed": recipe.seed}
+    if record is None:
+        return {**row, "failure": outcome.failure}
+    widths = [layer.width for layer in record.layers]
+    return {**row, "accuracy": record.accuracy, "flops_ratio": record.flops_ratio, "widths": widths}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profiles", default=",".join(PROFILES), help="with commas")
+    parser.add_argument("--model", default="resnet32")
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--budget", default="flops=0.1")
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--validation", type=int, default=5000)
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--runs", type=Path, default=Path("runs/profiles"))
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
+    settings = {name: getattr(args, name) for name in ("model", "data", "budget", "epochs", "validation", "precision")}
+    rows = []
+    for seed in map(int, args.seeds.split(",")):
+        recipe = Recipe(method="narrow", batch_size=256, eval_every=args.epochs, seed=seed, **settings)
+        for name in args.profiles.split(","):
+            rows.append(run(name, recipe, args.runs / args.model, place))
+            print(rows[-1], flush=True)
+            factors = {row["profile"]: dataclasses.asdict(PROFILES[row["profile"]]) for row in rows}
+            records.write(args.out, "profiles", rows, str(find_device(args.device)), **settings, profiles=factors)
+
+
+if __name__ == "__main__":
+    main()
