@@ -55,7 +55,7 @@ ALIGN = 8
 ROUNDS = 16
 RATE = 0.5
 PULL = 8.0
-AMPLE = 4.0
+AMPLE = 1.0
 MOST = 0.35  # by which a log-width may change in one round
 SEEN = 100  # gradients that are kept: the last of a window
 
