@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import math
 import operator
 import re
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.surroundings import Place, find_device
 from slimstart.reports.tables import markdown_table
 from slimstart.structure import EqualWorth
+from slimstart.structure.participation import participation
 
 
 class Frozen(EqualWorth):
@@ -93,7 +93,20 @@ class Variant:
         )
 
 
+def _all_of_them(samples: Tensor) -> Tensor:
+    return torch.tensor(float(samples.shape[1]))
+
+
+def _half_of_it(samples: Tensor) -> Tensor:
+    return (samples.shape[1] * participation(samples)).sqrt()
+
+
+def _four_to_each(samples: Tensor) -> Tensor:
+    return (4 * participation(samples)).clamp(max=samples.shape[1])
+
+
 NARROW = {"method": "narrow"}
+PARTICIPATION = "slimstart.structure.equal_worth.participation"
 SHARE, SMALL = "slimstart.structure.naming.SEARCHED", "slimstart.structure.fitting.SMALL"
 VARIANTS = {
     "narrow": Variant("one share of every group, by hand", recipe=NARROW),
@@ -107,9 +120,10 @@ VARIANTS = {
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
-    **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (1, 2, 4, 8, 16)},
-    "ample=1": Variant("units that say the same are worth less from the first on", settings={"ample": 1}),
-    "ample=inf": Variant("what others say too counts in full", settings={"ample": math.inf}),
+    **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},
+    "redundant": Variant("units that say the same count in full", constants={PARTICIPATION: _all_of_them}),
+    "half": Variant("that units say the same counts half", constants={PARTICIPATION: _half_of_it}),
+    "fourfold": Variant("four units may say the same, and count in full", constants={PARTICIPATION: _four_to_each}),
     **{f"rate={r:g}": Variant(f"a first rate of {r:g}", settings={"rate": r}) for r in (0.25, 0.4)},
     **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.4)},
     "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),

@@ -1,10 +1,11 @@
-"""How much structure matters in a residual network: hand-made profiles of equal FLOPs, trained as the narrow one is.
+"""How much structure matters: profiles by hand, of equal FLOPs, trained as the narrow network is.
 
     python benchmarks/profiles.py --profiles uniform,front --data-dir DIR --device cuda --precision bfloat16 \
         --seeds 0 --out results/ablation/resnet32-profiles.json
 
-Every filter has its own mask here (coupling "filter"): a profile also says which channels of a stream a block writes.
-Accuracy is that of a validation split, as for every choice of ours.
+Those with names are for CIFAR ResNets. Every filter has its own mask there (coupling "filter"): a profile also says
+which channels of a stream a block writes. Widths with slashes, one for each group, are for any network. Accuracy is
+that of a validation split, as for every choice of ours.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Profile:
     """Factors on one common share of all widths of a CIFAR ResNet.
 
     Attributes:
+        text: for the table.
         inner: on filters within blocks, which nobody outside sees.
         written: on filters that blocks add to the stream.
         span: the stream is so many times as wide as what the stem or the shortcut writes, and blocks write one behind
@@ -44,6 +46,7 @@ class Profile:
         every_other: on filters within every second block.
     """
 
+    text: str
     inner: float = 1.0
     written: float = 1.0
     span: float = 0.0
@@ -64,23 +67,23 @@ class Profile:
 
 
 PROFILES = {
-    "uniform": Profile(),
-    "front": Profile(first=1.4, last=0.75),
-    "back": Profile(first=0.75, last=1.25),
-    "far_back": Profile(first=0.55, last=1.4),
-    "wide_blocks": Profile(inner=1.5),
-    "wide_streams": Profile(inner=0.6, last=1.3),
-    "thin_first_stage": Profile(inner_first=0.2, last=1.3),
-    "thin_first_stage_wide_streams": Profile(inner_first=0.2, inner=0.7, last=1.4),
-    "thin_every_other": Profile(every_other=0.2),
-    "write_half": Profile(written=0.5),
-    "spread": Profile(span=3),
-    "spread_half": Profile(span=3, written=0.5),
-    "spread_third": Profile(span=3, written=0.35),
-    "spread_fifth": Profile(span=3, written=0.2),
-    "spread_back": Profile(span=3, first=0.75, last=1.25),
-    "spread_third_front": Profile(span=3, written=0.35, first=1.4, last=0.75),
-    "spread_third_thin_every_other": Profile(span=3, written=0.35, every_other=0.2),
+    "uniform": Profile("one share of every group"),
+    "front": Profile("a wide first stage, a thin last one", first=1.4, last=0.75),
+    "back": Profile("a thin first stage, a wide last one", first=0.75, last=1.25),
+    "far_back": Profile("the same, further", first=0.55, last=1.4),
+    "wide_blocks": Profile("wide blocks on a thin stream", inner=1.5),
+    "wide_streams": Profile("thin blocks on a wide stream, a wide last stage", inner=0.6, last=1.3),
+    "no_first_stage": Profile("hardly any first stage, a wide last one", inner_first=0.2, last=1.3),
+    "no_first_stage_wide_streams": Profile("the same on wide streams", inner_first=0.2, inner=0.7, last=1.4),
+    "every_other": Profile("every second block hardly there", every_other=0.2),
+    "half": Profile("blocks write half of the stream, all the same", written=0.5),
+    "spread": Profile("blocks write one behind the other on a stream three times as wide", span=3),
+    "spread_half": Profile("the same, half as many", span=3, written=0.5),
+    "spread_third": Profile("the same, a third as many", span=3, written=0.35),
+    "spread_fifth": Profile("the same, a fifth as many", span=3, written=0.2),
+    "spread_back": Profile("spread and back", span=3, first=0.75, last=1.25),
+    "spread_third_front": Profile("spread_third and front", span=3, written=0.35, first=1.4, last=0.75),
+    "spread_third_every_other": Profile("spread_third and every_other", span=3, written=0.35, every_other=0.2),
 }
 
 
@@ -118,11 +121,21 @@ def mask_of(profile: Profile, graph: ChannelGraph, budget: Budget) -> Tensor:
     return mask(share, wider)
 
 
+def mask_of_widths(widths: list[int], graph: ChannelGraph) -> Tensor:
+    """The first units of every group."""
+    kept = torch.zeros(graph.num_units, dtype=torch.bool)
+    for group, width in zip(graph.groups, widths, strict=True):
+        kept[group.units.start : group.units.start + width] = True
+    return kept
+
+
 def run(name: str, recipe: Recipe, folder: Path, place: Place) -> dict[str, Any]:
     """One row."""
 
     def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, *_: Any) -> nn.Module:
-        return compact_fresh(model, graph.select(mask_of(PROFILES[name], graph, budget)))
+        by_hand = [int(width) for width in name.split("/")] if "/" in name else None
+        mask = mask_of_widths(by_hand, graph) if by_hand else mask_of(PROFILES[name], graph, budget)
+        return compact_fresh(model, graph.select(mask))
 
     def by_filter(model: nn.Module, example: Tensor, coupling: str) -> ChannelGraph:
         return trace(model, example, coupling="filter")
@@ -130,9 +143,10 @@ def run(name: str, recipe: Recipe, folder: Path, place: Place) -> dict[str, Any]
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch("slimstart.recipes.methods.narrow", narrow))
         stack.enter_context(patch("slimstart.recipes.methods.trace", by_filter))
-        outcome = carry_out(Trial(f"{name}-{recipe.budget}-seed{recipe.seed}".replace("=", ""), recipe), folder, place)
+        label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
+        outcome = carry_out(Trial(label, recipe), folder, place)
     record = outcome.record
-    row = {"profile": name, "seed": recipe.seed}
+    row = {"variant": name, "budget": recipe.budget, "seed": recipe.seed}
     if record is None:
         return {**row, "failure": outcome.failure}
     widths = [layer.width for layer in record.layers]
@@ -155,15 +169,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
-    settings = {name: getattr(args, name) for name in ("model", "data", "budget", "epochs", "validation", "precision")}
+    settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
+    given = {"budget": args.budget, "precision": args.precision, "method": "narrow", "eval_every": args.epochs}
+    texts = {name: PROFILES[name].text if name in PROFILES else "these widths" for name in args.profiles.split(",")}
     rows = []
     for seed in map(int, args.seeds.split(",")):
-        recipe = Recipe(method="narrow", batch_size=256, eval_every=args.epochs, seed=seed, **settings)
+        recipe = Recipe(seed=seed, **settings, **given)
         for name in args.profiles.split(","):
             rows.append(run(name, recipe, args.runs / args.model, place))
             print(rows[-1], flush=True)
-            factors = {row["profile"]: dataclasses.asdict(PROFILES[row["profile"]]) for row in rows}
-            records.write(args.out, "profiles", rows, str(find_device(args.device)), **settings, profiles=factors)
+            records.write(args.out, "profiles", rows, str(find_device(args.device)), texts=texts, **settings)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ from slimstart.reports.tables import MISSING, markdown_table
 from slimstart.structure import ESTIMATORS
 from slimstart.study_records import Study
 
+ABLATIONS = {  # benchmarks whose records have variants, and the titles of their sections
+    "ablation": "What each ingredient of equal worth adds",
+    "profiles": "Profiles by hand",
+}
 ROOT = Path(__file__).resolve().parents[1]
 KINDS: dict[str, Callable[[Path], Any]] = {
     module.SCHEMA.partition("/")[0]: module.read for module in (records, study_records, bench_records)
@@ -73,30 +77,43 @@ def make_page(results: Path) -> str:
 
 
 def ablations(results: Path) -> str:
-    """The section of what each ingredient of equal worth adds, from all records of `ablation.py`."""
-    tables: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    """The sections of what each ingredient of equal worth adds, and of profiles by hand: records of two benchmarks."""
+    tables: dict[str, defaultdict[tuple[Any, ...], list[dict[str, Any]]]] = {
+        kind: defaultdict(list) for kind in ABLATIONS
+    }
+    links: dict[str, list[str]] = {kind: [] for kind in ABLATIONS}
     texts: dict[str, str] = {}
-    links = []
     for file in sorted(results.rglob("*.json")):
         record = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and record.get("benchmark") == "ablation":
-            tables[tuple(record[name] for name in ("model", "data", "epochs", "validation"))] += record["rows"]
-            texts |= record["texts"]
+        if isinstance(record, dict) and (kind := record.get("benchmark")) in ABLATIONS:
+            tables[kind][tuple(record[name] for name in ("model", "data", "epochs", "validation"))] += record["rows"]
+            texts |= {f"{kind} {variant}": text for variant, text in record["texts"].items()}
             path = file.relative_to(results).as_posix()
-            links.append(f"[{results.name}/{path}](../{results.name}/{path})")
-    if not links:
-        return ""
-    lines = ["", "## What each ingredient of equal worth adds", "", f"Records: {', '.join(links)}."]
-    for (model, data, epochs, validation), rows in sorted(tables.items()):
-        images = f"{validation:,} training images that were left out for it" if validation else "the test images"
-        lines += ["", f"### {model}, {data}, {epochs} epochs"]
-        lines += ["", f"Accuracy on {images}; in brackets, against narrow."]
-        lines += ["", *markdown_table(list(ablation_cells(rows, texts)), ("variant", "what is different"))]
-    return "\n".join(lines) + "\n"
+            links[kind].append(f"[{results.name}/{path}](../{results.name}/{path})")
+    lines = []
+    for kind, title in ABLATIONS.items():
+        if links[kind]:
+            lines += ["", f"## {title}", "", f"Records: {', '.join(links[kind])}."]
+        for key, rows in sorted(tables[kind].items()):
+            model, data, epochs, validation = key
+            narrow = [row for row in tables["ablation"][key] if row["variant"] == "narrow"]
+            images = f"{validation:,} training images that were left out for it" if validation else "the test images"
+            lines += ["", f"### {model}, {data}, {epochs} epochs"]
+            lines += ["", f"Accuracy on {images}; in brackets, against narrow."]
+            own = {variant: texts[f"{kind} {variant}"] for variant in {row["variant"] for row in rows}}
+            lines += ["", *markdown_table(list(ablation_cells(rows, own, narrow)), ("variant", "what is different"))]
+    return "\n".join(lines) + "\n" if lines else ""
 
 
-def ablation_cells(rows: list[dict[str, Any]], texts: dict[str, str]) -> Iterator[list[str]]:
-    """Titles, and a line for each variant: means and spreads over seeds, by budget."""
+def ablation_cells(
+    rows: list[dict[str, Any]], texts: dict[str, str], narrow: list[dict[str, Any]] | None = None
+) -> Iterator[list[str]]:
+    """Titles, and a line for each variant: means and spreads over seeds, by budget.
+
+    Args:
+        narrow: rows to compare with; by default those of the variant narrow.
+    """
+    narrow = [row for row in rows if row["variant"] == "narrow"] if narrow is None else narrow
     budgets = sorted({row["budget"] for row in rows}, reverse=True)
     yield ["variant", "what is different", *budgets, "seeds"]
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -105,15 +122,17 @@ def ablation_cells(rows: list[dict[str, Any]], texts: dict[str, str]) -> Iterato
             found[row["variant"], row["budget"]].append(row["accuracy"])
 
     def cell(variant: str, budget: str) -> str:
-        values, narrow = found[variant, budget], found["narrow", budget]
+        values = found[variant, budget]
+        compared = [row["accuracy"] for row in narrow if row["budget"] == budget and "accuracy" in row]
         if not values:
             return MISSING
         mean = statistics.mean(values)
         spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-        better = f" ({mean - statistics.mean(narrow):+.2f})" if narrow and variant != "narrow" else ""
+        better = f" ({mean - statistics.mean(compared):+.2f})" if compared and variant != "narrow" else ""
         return f"{mean:.2f}{spread}{better.replace('-', '−')}"
 
-    for variant in dict.fromkeys(row["variant"] for row in rows):
+    first = ("narrow", "equal_worth")
+    for variant in sorted(dict.fromkeys(row["variant"] for row in rows), key=lambda name: name not in first):
         seeds = {row["seed"] for row in rows if row["variant"] == variant and "accuracy" in row}
         yield [variant, texts[variant], *(cell(variant, budget) for budget in budgets), str(len(seeds))]
 

@@ -228,7 +228,6 @@ def test_errors():
         ({"rate": 2.0}, "`rate`"),
         ({"pull": -1.0}, "`pull`"),
         ({"pull": float("inf")}, "`pull`"),
-        ({"ample": 0.5}, "`ample`"),
     ):
         with pytest.raises(ValueError, match=message):
             EqualWorth(GRAPH.costs, Flops(0.3), **changes)

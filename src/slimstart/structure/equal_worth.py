@@ -8,11 +8,10 @@ gradient adds; and only ratios count. So what a unit is worth comes with the bac
 .. math:: v_u = \mathbb{E}\left[ (\partial L / \partial a_u)^2 \right].
 
 Units that say the same make up for each other. Near the output of a classifier a group says hardly more than there are
-classes, however wide it is. Where :math:`w_g` units say :math:`r_g` different things (`participation`), and there are
-more than `ample` of them to each, one of them less is felt less, by :math:`s_g = \min(1, \mathrm{ample} \, r_g / w_g)`.
-
-With :math:`c_g` the cost of one more unit, the widths are best where :math:`d_g = \bar v_g s_g / c_g` is the same for
-all groups: otherwise a unit less here would pay for a better one there. So we follow
+classes, however wide it is. Where :math:`w_g` units say :math:`r_g` different things (`participation`), we take a unit
+to be worth :math:`r_g / w_g` of that. With :math:`c_g` the cost of one more unit, the widths are best where
+:math:`d_g = \bar v_g (r_g / w_g) / c_g` is the same for all groups: otherwise a unit less here would pay for a better
+one there. So we follow
 
 .. math:: x \leftarrow \mathrm{fit}\left( y \right), \qquad
     y_g = x_g + \eta \log d_g - \eta p \sum_h A_{gh} (y_g - y_h), \qquad x_g = \log (w_g / w^0_g)
@@ -55,7 +54,6 @@ ALIGN = 8
 ROUNDS = 16
 RATE = 0.5
 PULL = 8.0
-AMPLE = 1.0
 MOST = 0.35  # by which a log-width may change in one round
 SEEN = 100  # gradients that are kept: the last of a window
 
@@ -70,7 +68,6 @@ class EqualWorth:
         rounds: draws until the structure is settled.
         rate: of the first round.
         pull: how strongly neighbours are drawn to one share.
-        ample: more units than so many to each thing that a group says are worth less; infinity: they never are.
     """
 
     num_masks = 1
@@ -84,7 +81,6 @@ class EqualWorth:
         rounds: int = ROUNDS,
         rate: float = RATE,
         pull: float = PULL,
-        ample: float = AMPLE,
     ) -> None:
         for name, value in (("align", align), ("rounds", rounds)):
             if value < 1:
@@ -93,10 +89,8 @@ class EqualWorth:
             raise ValueError(f"`rate` is {rate}; it must be in (0, 1]")
         if not 0 <= pull < math.inf:
             raise ValueError(f"`pull` is {pull}; it must be at least 0")
-        if not ample >= 1:
-            raise ValueError(f"`ample` is {ample}; it must be at least 1")
         self.budget: BoundBudget = budget.bind(table)
-        self.align, self.rounds, self.rate, self.pull, self.ample = align, rounds, rate, pull, ample
+        self.align, self.rounds, self.rate, self.pull = align, rounds, rate, pull
         self._fit = Fit(self.budget, table)
         self._group, self._sizes = self._fit.group, self._fit.sizes
         self._equal_shares = self._log_widths = self._fit(self._sizes.double().log()[None])[0]
@@ -162,8 +156,7 @@ class EqualWorth:
         """Move the log-widths towards equal worth for equal cost."""
         present, each = self._mask.double(), self._mean_cost()
         widths = self._totals(present)
-        mean = self._totals(worth * present) / widths
-        mean *= (self.ample * self._num_different() / widths).clamp(max=1)
+        mean = self._totals(worth * present) / widths * (self._num_different() / widths)
         known = (mean > 0) & ~self._held
         if not bool(known.any()):
             return
