@@ -101,6 +101,10 @@ def _half_of_it(samples: Tensor) -> Tensor:
     return (samples.shape[1] * participation(samples)).sqrt()
 
 
+def _centred(samples: Tensor) -> Tensor:
+    return participation(samples - samples.mean(0))
+
+
 def _four_to_each(samples: Tensor) -> Tensor:
     return (4 * participation(samples)).clamp(max=samples.shape[1])
 
@@ -122,6 +126,7 @@ VARIANTS = {
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},
     "redundant": Variant("units that say the same count in full", constants={PARTICIPATION: _all_of_them}),
+    "centred": Variant("of gradients less their mean", constants={PARTICIPATION: _centred}),
     "half": Variant("that units say the same counts half", constants={PARTICIPATION: _half_of_it}),
     "fourfold": Variant("four units may say the same, and count in full", constants={PARTICIPATION: _four_to_each}),
     **{f"rate={r:g}": Variant(f"a first rate of {r:g}", settings={"rate": r}) for r in (0.25, 0.4)},

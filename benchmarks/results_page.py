@@ -116,13 +116,16 @@ def ablation_cells(
     narrow = [row for row in rows if row["variant"] == "narrow"] if narrow is None else narrow
     budgets = sorted({row["budget"] for row in rows}, reverse=True)
     yield ["variant", "what is different", *budgets, "seeds"]
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    found: defaultdict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in rows:
         if "accuracy" in row:
-            found[row["variant"], row["budget"]].append(row["accuracy"])
+            own = found[row["variant"], row["budget"]]
+            if row["seed"] in own:
+                raise ValueError(f"{row['variant']} at {row['budget']} has two rows of seed {row['seed']}")
+            own[row["seed"]] = row["accuracy"]
 
     def cell(variant: str, budget: str) -> str:
-        values = found[variant, budget]
+        values = list(found[variant, budget].values())
         compared = [row["accuracy"] for row in narrow if row["budget"] == budget and "accuracy" in row]
         if not values:
             return MISSING
@@ -133,8 +136,8 @@ def ablation_cells(
 
     first = ("narrow", "equal_worth")
     for variant in sorted(dict.fromkeys(row["variant"] for row in rows), key=lambda name: name not in first):
-        seeds = {row["seed"] for row in rows if row["variant"] == variant and "accuracy" in row}
-        yield [variant, texts[variant], *(cell(variant, budget) for budget in budgets), str(len(seeds))]
+        seeds = dict.fromkeys(str(len(found[variant, budget])) for budget in budgets if found[variant, budget])
+        yield [variant, texts[variant], *(cell(variant, budget) for budget in budgets), ", ".join(seeds) or "0"]
 
 
 def main() -> None:

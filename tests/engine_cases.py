@@ -409,12 +409,12 @@ def test_graphs_need_room_to_spare(device: str) -> None:
 @pytest.mark.parametrize("scarce", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slimstart.engine.graphs.is_scarce", lambda: scarce)
-    settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 1}
+    settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 8, "total_steps": 160}  # four windows
     graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
     before, steps = eager.mask, graphs._steps
     assert steps is not None
     pools = steps._pools
-    for batch in batches(device, 17):
+    for batch in batches(device, 33):
         losses = [float(sparse.step(loss_fn, *batch)) for sparse in (graphs, eager)]
         assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
         assert torch.equal(graphs.mask, eager.mask)

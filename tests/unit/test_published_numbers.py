@@ -9,6 +9,7 @@ import pytest
 from slimstart import bench_records, records
 
 REPOSITORY = Path(__file__).parents[2]
+TWICE = "spread, at 9.5 %"  # of which there is one at 10 % too
 RUNS = {
     "dense": "dense",
     "narrow": "hand-narrowed",
@@ -98,20 +99,20 @@ def ablation(benchmark: str) -> dict[tuple[str, str, str], list[float]]:
 
 def test_no_profile_by_hand_is_much_better() -> None:
     narrow = statistics.mean(ablation("ablation")["narrow", "resnet32", "flops=0.1"])
-    better = [
-        statistics.mean(found) - narrow for (_, model, _), found in ablation("profiles").items() if model == "resnet32"
-    ]
+    found = {name: values for (name, model, _), values in ablation("profiles").items() if model == "resnet32"}
+    better = [statistics.mean(values) - narrow for name, values in found.items() if name not in ("uniform", TWICE)]
     how = " ".join((REPOSITORY / "docs/how-it-works.md").read_text(encoding="utf-8").split())
-    assert len(better) == 17
+    assert "of sixteen profiles" in how
+    assert len(better) == 16
     assert f"the best is {max(better):.1f} ahead on validation images" in how
-    assert sum(abs(one) < 0.32 for one in better) > len(better) / 2
+    assert sum(abs(one) < 0.3 for one in better) > len(better) / 2
 
 
 @pytest.mark.parametrize(
     ("variant", "label"),
     [
-        ("equal_worth", "as it is: a pull of 8, a fifth of the training"),
-        ("pull=2", "a pull of 2"),
+        ("centred", "a pull of 8, a fifth of the training; of gradients less their mean in step 3"),
+        ("centred+pull=2", "the same, a pull of 2"),
         ("redundant", "without step 3"),
         ("redundant+pull=2", "without step 3, a pull of 2"),
         ("redundant+pull=1", "without step 3, a pull of 1"),

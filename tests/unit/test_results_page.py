@@ -328,24 +328,39 @@ def test_a_record_that_is_not_sound_is_refused(tmp_path: Path) -> None:
         make_page(tmp_path)
 
 
-def test_what_ingredients_add(tmp_path: Path) -> None:
-    def write(name: str, seed: int, **accuracies: float) -> None:
-        rows = [{"variant": v, "budget": "flops=0.1", "seed": seed, "accuracy": a} for v, a in accuracies.items()]
-        rows.append({"variant": "random", "budget": "flops=0.1", "seed": seed, "failure": "it failed"})
+def test_what_ingredients_add_and_profiles_are(tmp_path: Path) -> None:
+    def write(name: str, seed: int, kind: str = "ablation", budget: str = "flops=0.1", **accuracies: float) -> None:
+        rows = [{"variant": v, "budget": budget, "seed": seed, "accuracy": a} for v, a in accuracies.items()]
+        if kind == "ablation":
+            rows.append({"variant": "random", "budget": budget, "seed": seed, "failure": "it failed"})
         settings = {"model": "vgg19", "data": "cifar10", "epochs": 40, "validation": 5000}
-        texts = {"narrow": "by hand", "equal_worth": "as it is", "random": "by chance"}
-        record = {"benchmark": "ablation", **settings, "texts": texts, "rows": rows}
+        texts = {"narrow": "by hand", "equal_worth": "as it is", "random": "by chance", "half": f"of {kind}"}
+        record = {"benchmark": kind, **settings, "texts": texts, "rows": rows}
         (tmp_path / "results").mkdir(exist_ok=True)
         (tmp_path / "results" / name).write_text(json.dumps(record))
 
-    assert "ingredient" not in make_page(tmp_path / "results")
-    write("a.json", 0, narrow=88.0, equal_worth=90.0)
+    def rows(title: str) -> list[str]:
+        section = make_page(tmp_path / "results").split(f"## {title}")[1].split("\n## ")[0]
+        return [line for line in section.splitlines() if line.startswith("| ")][2:]
+
+    ingredients = "What each ingredient of equal worth adds"
+    assert ingredients not in make_page(tmp_path / "results")
+    write("a.json", 0, half=87.0, narrow=88.0, equal_worth=90.0)
     write("b.json", 1, narrow=89.0, equal_worth=89.5)
     found = make_page(tmp_path / "results")
+    assert "Profiles by hand" not in found
     assert "Accuracy on 5,000 training images that were left out for it" in found
     assert "[results/a.json](../results/a.json), [results/b.json](../results/b.json)" in found
-    assert [line for line in found.splitlines() if line.startswith("| ")][-3:] == [
+    assert rows(ingredients) == [
         "| narrow | by hand | 88.50 ± 0.71 | 2 |",
         "| equal\\_worth | as it is | 89.75 ± 0.35 (+1.25) | 2 |",
+        "| half | of ablation | 87.00 (−1.50) | 1 |",
         "| random | by chance | – | 0 |",
     ]
+    write("c.json", 0, "profiles", half=88.7)
+    assert rows("Profiles by hand") == ["| half | of profiles | 88.70 (+0.20) | 1 |"]
+    write("d.json", 0, budget="flops=0.02", equal_worth=80.0)
+    assert rows(ingredients)[1] == "| equal\\_worth | as it is | 89.75 ± 0.35 (+1.25) | 80.00 | 2, 1 |"
+    write("e.json", 1, equal_worth=89.5)
+    with pytest.raises(ValueError, match="two rows of seed 1"):
+        make_page(tmp_path / "results")

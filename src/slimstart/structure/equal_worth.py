@@ -7,17 +7,17 @@ gradient adds; and only ratios count. So what a unit is worth comes with the bac
 
 .. math:: v_u = \mathbb{E}\left[ (\partial L / \partial a_u)^2 \right].
 
-Units that say the same make up for each other. Near the output of a classifier a group says hardly more than there are
-classes, however wide it is. Where :math:`w_g` units say :math:`r_g` different things (`participation`), we take a unit
-to be worth :math:`r_g / w_g` of that. With :math:`c_g` the cost of one more unit, the widths are best where
-:math:`d_g = \bar v_g (r_g / w_g) / c_g` is the same for all groups: otherwise a unit less here would pay for a better
-one there. So we follow
+Units that say the same make up for each other: near the output of a classifier of ten classes there is little more than
+ten different things to say, however wide a group is. Where :math:`w_g` units say :math:`r_g` different things
+(`participation`), we take a unit to be worth :math:`r_g / w_g` of that. With :math:`c_g` the cost of one more unit, the
+widths are best where :math:`d_g = \bar v_g (r_g / w_g) / c_g` is the same for all groups: otherwise a unit less here
+would pay for a better one there. So we follow
 
 .. math:: x \leftarrow \mathrm{fit}\left( y \right), \qquad
-    y_g = x_g + \eta \log d_g - \eta p \sum_h A_{gh} (y_g - y_h), \qquad x_g = \log (w_g / w^0_g)
+    y_g = x_g + \mathrm{clip} (\eta \log d_g) - \eta p \sum_h A_{gh} (y_g - y_h), \qquad x_g = \log (w_g / w^0_g)
 
 from equal shares :math:`w^0` of all groups, where `fit` moves all log-widths by one number such that the network fills
-the budget.
+the budget, and `clip` to what one round may change keeps a few groups of extreme worth from taking everything at once.
 
 The last term draws neighbours together, and is that of the new widths, so that they do not swing however strongly it
 draws: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every product of a network lies between
@@ -54,8 +54,9 @@ ALIGN = 8
 ROUNDS = 16
 RATE = 0.5
 PULL = 8.0
-MOST = 0.35  # by which a log-width may change in one round
+MOST = 0.35  # by which its worth may change a log-width in one round, before neighbours are drawn together
 SEEN = 100  # gradients that are kept: the last of a window
+FEWEST = 8  # of them that tell how many different things a group says; of fewer it is mostly noise
 
 
 class EqualWorth:
@@ -88,7 +89,7 @@ class EqualWorth:
         if not 0 < rate <= 1:
             raise ValueError(f"`rate` is {rate}; it must be in (0, 1]")
         if not 0 <= pull < math.inf:
-            raise ValueError(f"`pull` is {pull}; it must be at least 0")
+            raise ValueError(f"`pull` is {pull}; it must be finite, and at least 0")
         self.budget: BoundBudget = budget.bind(table)
         self.align, self.rounds, self.rate, self.pull = align, rounds, rate, pull
         self._fit = Fit(self.budget, table)
@@ -168,7 +169,10 @@ class EqualWorth:
         self._log_widths = self._fit(self._drawn_together(wanted, rate, known)[None], ~known)[0]
 
     def _drawn_together(self, wanted: Tensor, rate: float, known: Tensor) -> Tensor:
-        """Log-widths x from w with x = w - rate * pull * (how far x is from its neighbours): stable at any pull."""
+        """Log-widths x from w with x = w - rate * pull * (how far x is from its neighbours): they do not swing.
+
+        Groups that are not known stay where they are, and their neighbours are drawn to them.
+        """
         apart = torch.diag(self._neighbours.sum(1)) - self._neighbours
         system = torch.eye(len(wanted)).double() + rate * self.pull * known.double()[:, None] * apart
         gone: Tensor = torch.linalg.solve(system, wanted - self._equal_shares)
@@ -176,8 +180,9 @@ class EqualWorth:
 
     def _num_different(self) -> Tensor:
         """(G,): how many different things the units of each group say."""
-        seen = self._seen[: int(self._count)].double().cpu()
-        groups = range(len(self._sizes))
+        seen, groups = self._seen[: int(self._count)].cpu().double(), range(len(self._sizes))
+        if len(seen) < FEWEST:
+            return self.widths.double()
         return torch.stack([participation(seen[:, self._mask & (self._group == g)]) for g in groups])
 
     def _mean_cost(self) -> Tensor:
@@ -222,7 +227,7 @@ class EqualWorth:
             "mask": self._mask.clone(),
             "sums": self._sums.to("cpu", copy=True),
             "count": float(self._count),
-            "seen": self._seen.to("cpu", copy=True),
+            "seen": self._seen[: int(self._count)].to("cpu", copy=True),
             "num_rounds": self.num_rounds,
             "begun": self._begun,
             "limit": self.budget.limit,
@@ -230,16 +235,18 @@ class EqualWorth:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if missing := sorted(self.state_dict().keys() - state.keys()):
-            raise CheckpointError(f"`state` lacks {', '.join(missing)}; it is not an `EqualWorth` state")
+            raise CheckpointError(f"`state` lacks {', '.join(missing)}; it is of another policy, or another version")
         if state["mask"].shape != self._mask.shape:
             raise CheckpointError(f"`state` has {state['mask'].numel()} units and this network {self._mask.numel()}")
         if state["limit"] != self.budget.limit:
             raise CheckpointError(f"`state` has a budget of {state['limit']:g}, and this policy {self.budget.limit:g}")
+        if len(state["seen"]) != min(SEEN, state["count"]):
+            raise CheckpointError(f"`state` has {len(state['seen'])} gradients; it is of another version")
         self._log_widths, self._mask = state["log_widths"].clone(), state["mask"].clone()
         self.num_rounds, self._begun = int(state["num_rounds"]), bool(state["begun"])
         # In place: a captured graph goes on with these tensors.
         self._sums.copy_(state["sums"])
-        self._seen.copy_(state["seen"])
+        self._seen[: len(state["seen"])].copy_(state["seen"])
         self._count.fill_(state["count"])
 
 
