@@ -25,9 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import larger_than_the_card
 from slimstart import Channels, Flops, Params, SparseTraining, memory, models
+from slimstart.costs import CostTable
 from slimstart.engine import DeviceSearch, graphs
 from slimstart.engine.captured import CapturedStep
-from slimstart.structure import _ragged
+from slimstart.structure import EqualWorth, _ragged
 from slimstart.subnet import ResidentNetworks, ResidentSlotNetworks, resident_slots
 from slimstart.subnet.page_locked import ALIGN, PAGE, PageLocked, pack_
 from tests.pretended_gpu import pretend
@@ -208,12 +209,17 @@ def test_the_graph_engine_trains_a_resident_model_too(
     alike(plain, resident, data[:3])
 
 
+def restless(table: CostTable) -> EqualWorth:
+    """Nothing holds its widths together."""
+    return EqualWorth(table, Flops(0.4), pull=0)
+
+
 @pytest.mark.parametrize("engine", ["eager", "graphs"])
 def test_widths_that_change_with_every_draw(
     engine: str, monkeypatch: pytest.MonkeyPatch, differences: Differences
 ) -> None:
     pretend(monkeypatch)
-    data, pair = batches(11), both(engine=engine, policy="equal_worth", budget=Flops(0.4), resample_every=3)
+    data, pair = batches(11), both(engine=engine, policy=restless, budget=None, coupling="stream", resample_every=3)
     shapes = []
     for start in range(0, 11, 3):
         alike(*pair, data[start : start + 3])
