@@ -3,32 +3,21 @@
     python benchmarks/ablation.py --model vgg19 --budget flops=0.1 --data-dir DIR --device cuda \
         --precision bfloat16 --seeds 0,1,2 --out results/ablation-vgg19.json
 
-Accuracy is that of a validation split by default: this is the script by which settings are chosen, and the test images
-have no part in that. Runs that a former call has finished are not repeated (`--runs`).
+This is the script by which settings are chosen.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import functools
 import operator
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import records
 import torch
-from results_page import ablation_cells
+import variants
 from torch import Tensor
 
-from slimstart.recipes.comparison import Trial, carry_out
-from slimstart.recipes.recipe import Recipe
-from slimstart.recipes.surroundings import Place, find_device
-from slimstart.reports.tables import markdown_table
 from slimstart.structure import EqualWorth
 from slimstart.structure.participation import participation
 
@@ -141,80 +130,17 @@ def variant_of(name: str) -> Variant:
     return functools.reduce(operator.add, (VARIANTS[part] for part in name.split("+")))
 
 
-def run(name: str, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
-    """One row."""
+def change_of(name: str) -> variants.Change:
+    """By the name of a variant."""
     variant = variant_of(name)
-    recipe = dataclasses.replace(base, **variant.recipe)
-    label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
 
     def policy(*args: Any, **given: Any) -> EqualWorth:
         return variant.policy(*args, **{**given, **variant.settings})
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("slimstart.structure.naming.EqualWorth", policy))
-        for constant, value in variant.constants.items():
-            stack.enter_context(patch(constant, value))
-        outcome = carry_out(Trial(label, recipe), folder, place)
-    record = outcome.record
-    if record is None:
-        return {"variant": name, "budget": recipe.budget, "seed": recipe.seed, "failure": outcome.failure}
-    return {
-        "variant": name,
-        "budget": recipe.budget,
-        "seed": recipe.seed,
-        "accuracy": record.accuracy,
-        "flops_ratio": record.flops_ratio,
-        "train_cost": 1 / record.train_cost_saving,
-        "train_seconds": record.train_seconds,
-        "building_seconds": record.building_seconds,
-        "widths": [layer.width for layer in record.layers],
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--variants",
-        default="narrow,equal_worth",
-        help=f"of {', '.join(VARIANTS)}; with commas, and several in one with a plus",
-    )
-    parser.add_argument("--model", default="vgg19")
-    parser.add_argument("--data", default="cifar10")
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--budget", default="flops=0.1", help="one or several, with commas")
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--validation", type=int, default=5000)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--precision", default="float32")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--runs", type=Path, default=Path("runs/ablation"))
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
-    settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
-    texts = {name: variant_of(name).text for name in args.variants.split(",")}
-    rows = []
-    for seed in map(int, args.seeds.split(",")):
-        for budget in args.budget.split(","):
-            for name in args.variants.split(","):
-                base = Recipe(
-                    model=args.model,
-                    data=args.data,
-                    budget=budget,
-                    policy="equal_worth",
-                    epochs=args.epochs,
-                    batch_size=args.batch_size,
-                    validation=args.validation,
-                    precision=args.precision,
-                    eval_every=args.epochs,
-                    seed=seed,
-                )
-                rows.append(run(name, base, args.runs / args.model, place))
-                print(rows[-1], flush=True)
-                records.write(args.out, "ablation", rows, str(find_device(args.device)), texts=texts, **settings)
-    print("\n".join(markdown_table(list(ablation_cells(rows, texts)), ())))
+    pieces = {"slimstart.structure.naming.EqualWorth": policy, **variant.constants}
+    return variants.Change(variant.text, {"policy": "equal_worth", **variant.recipe}, pieces)
 
 
 if __name__ == "__main__":
-    main()
+    about = f"of {', '.join(VARIANTS)}; with commas, and several in one with a plus"
+    variants.main("ablation", __doc__, change_of, "narrow,equal_worth", about, model="vgg19")

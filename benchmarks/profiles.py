@@ -1,31 +1,24 @@
 """How much structure matters: profiles by hand, of equal FLOPs, trained as the narrow network is.
 
-    python benchmarks/profiles.py --profiles uniform,front --data-dir DIR --device cuda --precision bfloat16 \
+    python benchmarks/profiles.py --variants uniform,front --data-dir DIR --device cuda --precision bfloat16 \
         --seeds 0 --out results/ablation/resnet32-profiles.json
 
 Those with names are for CIFAR ResNets. Every filter has its own mask there (coupling "filter"): a profile also says
-which channels of a stream a block writes. Widths with slashes, one for each group, are for any network. Accuracy is
-that of a validation split, as for every choice of ours.
+which channels of a stream a block writes. Widths with slashes, one for each group, are for any network.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import records
 import torch
+import variants
 from torch import Tensor, nn
 
+from slimstart.baselines.pruning import largest_share
 from slimstart.graph import ChannelGraph, trace
-from slimstart.recipes.comparison import Trial, carry_out
-from slimstart.recipes.recipe import Recipe
-from slimstart.recipes.surroundings import Place, find_device
 from slimstart.structure import BoundBudget, Budget
 from slimstart.subnet import compact_fresh
 
@@ -111,9 +104,7 @@ def mask_of(profile: Profile, graph: ChannelGraph, budget: Budget) -> Tensor:
             kept[group.units.start + (start + torch.arange(width)) % around] = True
         return kept
 
-    share, step = 0.0, 1.0
-    while step > 1e-6:
-        share, step = (share + step, step) if bound.cost(mask(share + step)) <= bound.limit else (share, step / 2)
+    share = largest_share(bound, mask)
     wider: frozenset[str] = frozenset()
     for group in graph.groups:
         if bound.cost(mask(share, wider | {group.name})) <= bound.limit:
@@ -129,57 +120,21 @@ def mask_of_widths(widths: list[int], graph: ChannelGraph) -> Tensor:
     return kept
 
 
-def run(name: str, recipe: Recipe, folder: Path, place: Place) -> dict[str, Any]:
-    """One row."""
+def change_of(name: str) -> variants.Change:
+    """A profile by its name, or widths with slashes."""
+    widths = [int(width) for width in name.split("/")] if "/" in name else None
 
     def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, *_: Any) -> nn.Module:
-        by_hand = [int(width) for width in name.split("/")] if "/" in name else None
-        mask = mask_of_widths(by_hand, graph) if by_hand else mask_of(PROFILES[name], graph, budget)
+        mask = mask_of_widths(widths, graph) if widths else mask_of(PROFILES[name], graph, budget)
         return compact_fresh(model, graph.select(mask))
 
     def by_filter(model: nn.Module, example: Tensor, coupling: str) -> ChannelGraph:
         return trace(model, example, coupling="filter")
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("slimstart.recipes.methods.narrow", narrow))
-        stack.enter_context(patch("slimstart.recipes.methods.trace", by_filter))
-        label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
-        outcome = carry_out(Trial(label, recipe), folder, place)
-    record = outcome.record
-    row = {"variant": name, "budget": recipe.budget, "seed": recipe.seed}
-    if record is None:
-        return {**row, "failure": outcome.failure}
-    widths = [layer.width for layer in record.layers]
-    return {**row, "accuracy": record.accuracy, "flops_ratio": record.flops_ratio, "widths": widths}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profiles", default=",".join(PROFILES), help="with commas")
-    parser.add_argument("--model", default="resnet32")
-    parser.add_argument("--data", default="cifar10")
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--budget", default="flops=0.1")
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--validation", type=int, default=5000)
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--precision", default="float32")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--runs", type=Path, default=Path("runs/profiles"))
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
-    settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
-    given = {"budget": args.budget, "precision": args.precision, "method": "narrow", "eval_every": args.epochs}
-    texts = {name: PROFILES[name].text if name in PROFILES else "these widths" for name in args.profiles.split(",")}
-    rows = []
-    for seed in map(int, args.seeds.split(",")):
-        recipe = Recipe(seed=seed, **settings, **given)
-        for name in args.profiles.split(","):
-            rows.append(run(name, recipe, args.runs / args.model, place))
-            print(rows[-1], flush=True)
-            records.write(args.out, "profiles", rows, str(find_device(args.device)), texts=texts, **settings)
+    pieces = {"slimstart.recipes.methods.narrow": narrow, "slimstart.recipes.methods.trace": by_filter}
+    return variants.Change("these widths" if widths else PROFILES[name].text, {"method": "narrow"}, pieces)
 
 
 if __name__ == "__main__":
-    main()
+    about = f"of {', '.join(PROFILES)}, or widths with slashes; with commas"
+    variants.main("profiles", __doc__, change_of, ",".join(PROFILES), about, model="resnet32")

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,31 +78,49 @@ def make_page(results: Path) -> str:
 
 def ablations(results: Path) -> str:
     """The sections of what each ingredient of equal worth adds, and of profiles by hand: records of two benchmarks."""
-    tables: dict[str, defaultdict[tuple[Any, ...], list[dict[str, Any]]]] = {
-        kind: defaultdict(list) for kind in ABLATIONS
+    read = {file: json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.rglob("*.json"))}
+    of_kind = {
+        kind: {file: record for file, record in read.items() if _benchmark(record) == kind} for kind in ABLATIONS
     }
-    links: dict[str, list[str]] = {kind: [] for kind in ABLATIONS}
+    narrow = _tables(of_kind["ablation"].values())
+    return "".join(_section(title, of_kind[kind], results, narrow) for kind, title in ABLATIONS.items())
+
+
+def _benchmark(record: Any) -> str | None:
+    return record.get("benchmark") if isinstance(record, dict) else None
+
+
+def _tables(found: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Rows that belong into one table: of the same network, data, epochs and images."""
+    tables: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for record in found:
+        tables[tuple(record[name] for name in ("model", "data", "epochs", "validation"))] += record["rows"]
+    return tables
+
+
+def _section(
+    title: str,
+    found: dict[Path, dict[str, Any]],
+    results: Path,
+    compared: dict[tuple[Any, ...], list[dict[str, Any]]],
+) -> str:
+    """A table for each network, compared with the rows of narrow in others."""
+    if not found:
+        return ""
     texts: dict[str, str] = {}
-    for file in sorted(results.rglob("*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and (kind := record.get("benchmark")) in ABLATIONS:
-            tables[kind][tuple(record[name] for name in ("model", "data", "epochs", "validation"))] += record["rows"]
-            texts |= {f"{kind} {variant}": text for variant, text in record["texts"].items()}
-            path = file.relative_to(results).as_posix()
-            links[kind].append(f"[{results.name}/{path}](../{results.name}/{path})")
-    lines = []
-    for kind, title in ABLATIONS.items():
-        if links[kind]:
-            lines += ["", f"## {title}", "", f"Records: {', '.join(links[kind])}."]
-        for key, rows in sorted(tables[kind].items()):
-            model, data, epochs, validation = key
-            narrow = [row for row in tables["ablation"][key] if row["variant"] == "narrow"]
-            images = f"{validation:,} training images that were left out for it" if validation else "the test images"
-            lines += ["", f"### {model}, {data}, {epochs} epochs"]
-            lines += ["", f"Accuracy on {images}; in brackets, against narrow."]
-            own = {variant: texts[f"{kind} {variant}"] for variant in {row["variant"] for row in rows}}
-            lines += ["", *markdown_table(list(ablation_cells(rows, own, narrow)), ("variant", "what is different"))]
-    return "\n".join(lines) + "\n" if lines else ""
+    for record in found.values():
+        texts |= record["texts"]
+    paths = [file.relative_to(results).as_posix() for file in found]
+    links = ", ".join(f"[{results.name}/{path}](../{results.name}/{path})" for path in paths)
+    lines = ["", f"## {title}", "", f"Records: {links}."]
+    for key, rows in sorted(_tables(found.values()).items()):
+        model, data, epochs, validation = key
+        narrow = [row for row in compared.get(key, []) if row["variant"] == "narrow"]
+        images = f"{validation:,} training images that were left out for it" if validation else "the test images"
+        lines += ["", f"### {model}, {data}, {epochs} epochs"]
+        lines += ["", f"Accuracy on {images}; in brackets, against narrow."]
+        lines += ["", *markdown_table(list(ablation_cells(rows, texts, narrow)), ("variant", "what is different"))]
+    return "\n".join(lines) + "\n"
 
 
 def ablation_cells(

@@ -38,7 +38,9 @@ def watch(policy: EqualWorth, worth: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("values", [(1.0, 1.0, 1.0), (9.0, 1.0, 0.3), (0.2, 5.0, 2.0)])
-@pytest.mark.parametrize(("pull", "rounds", "within"), [(0, 60, 1.02), (2, 100, 1.02), (PULL, 150, 1.07)])
+@pytest.mark.parametrize(
+    ("pull", "rounds", "within"), [(0, 60, 1.02), (0.5, 60, 1.02), (1, 100, 1.02), (2, 100, 1.02), (PULL, 150, 1.07)]
+)
 def test_it_finds_the_widths_of_least_loss(values, pull, rounds, within):
     """With the loss a_1 / w_1 + a_2 / w_2 + a_3 / w_3, a unit of group g is worth a_g / w_g^2.
 

@@ -120,13 +120,13 @@ def group_sizes(graph: ChannelGraph) -> Tensor:
     return torch.tensor([len(group.units) for group in graph.groups])
 
 
-def largest_within(budget: BoundBudget, mask: Callable[[float], Tensor]) -> Tensor:
-    """The largest mask within a budget, of a family that grows with a number from 0 to 1.
+def largest_share(budget: BoundBudget, mask: Callable[[float], Tensor]) -> float:
+    """The largest number from 0 to 1 whose mask is within a budget, of a family of masks that grows with it.
 
-    If even `mask(0)` is too large, it is returned all the same: the caller knows what to do then.
+    If even `mask(0)` is too large, it is 0 all the same: the caller knows what to do then.
     """
     if budget.cost(mask(1.0)) <= budget.limit:
-        return mask(1.0)
+        return 1.0
     fits, exceeds = 0.0, 1.0
     for _ in range(40):  # halving: far below the step between two widths
         middle = (fits + exceeds) / 2
@@ -134,4 +134,9 @@ def largest_within(budget: BoundBudget, mask: Callable[[float], Tensor]) -> Tens
             fits = middle
         else:
             exceeds = middle
-    return mask(fits)
+    return fits
+
+
+def largest_within(budget: BoundBudget, mask: Callable[[float], Tensor]) -> Tensor:
+    """The mask of that number."""
+    return mask(largest_share(budget, mask))

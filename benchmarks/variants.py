@@ -1,0 +1,113 @@
+"""What benchmarks that compare variants of one training share: the command line, the runs, their rows, the record.
+
+A variant is a training of the program as it is, with other settings or with pieces of ours replaced while it runs.
+Accuracy is that of a validation split by default: settings are chosen by these, and the test images have no part in
+that. Runs that a former call has finished are not repeated (`--runs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import records
+from results_page import ablation_cells
+
+from slimstart.recipes.comparison import Trial, carry_out
+from slimstart.recipes.recipe import Recipe
+from slimstart.recipes.surroundings import Place, find_device
+from slimstart.reports.tables import markdown_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What makes a variant.
+
+    Attributes:
+        text: for the table.
+        recipe: other settings of the training.
+        pieces: other values of what is ours, by module and name.
+    """
+
+    text: str
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pieces: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def run(name: str, change: Change, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
+    """One row."""
+    recipe = dataclasses.replace(base, **change.recipe)
+    label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
+    with contextlib.ExitStack() as stack:
+        for piece, value in change.pieces.items():
+            stack.enter_context(patch(piece, value))
+        outcome = carry_out(Trial(label, recipe), folder, place)
+    row = {"variant": name, "budget": recipe.budget, "seed": recipe.seed}
+    record = outcome.record
+    if record is None:
+        return {**row, "failure": outcome.failure}
+    return {
+        **row,
+        "accuracy": record.accuracy,
+        "flops_ratio": record.flops_ratio,
+        "train_cost": 1 / record.train_cost_saving,
+        "train_seconds": record.train_seconds,
+        "building_seconds": record.building_seconds,
+        "widths": [layer.width for layer in record.layers],
+    }
+
+
+def main(
+    benchmark: str, doc: str | None, change_of: Callable[[str], Change], variants: str, about: str, model: str
+) -> None:
+    """Run what the command line asks for, row by row, and write the record after each.
+
+    Args:
+        benchmark: its name in the record.
+        doc: of its script.
+        change_of: from the name of a variant.
+        variants: by default, with commas.
+        about: help on their names.
+        model: by default.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", default=variants, help=about)
+    parser.add_argument("--model", default=model)
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--budget", default="flops=0.1", help="one or several, with commas")
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--validation", type=int, default=5000)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / benchmark)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
+    settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
+    changes = {name: change_of(name) for name in args.variants.split(",")}
+    texts = {name: change.text for name, change in changes.items()}
+    rows = []
+    for seed in map(int, args.seeds.split(",")):
+        for budget in args.budget.split(","):
+            base = Recipe(
+                **settings,
+                budget=budget,
+                batch_size=args.batch_size,
+                precision=args.precision,
+                eval_every=args.epochs,
+                seed=seed,
+            )
+            for name, change in changes.items():
+                rows.append(run(name, change, base, args.runs / args.model, place))
+                print(rows[-1], flush=True)
+                records.write(args.out, benchmark, rows, str(find_device(args.device)), texts=texts, **settings)
+    print("\n".join(markdown_table(list(ablation_cells(rows, texts)), ())))
