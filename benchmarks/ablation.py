@@ -19,6 +19,7 @@ import variants
 from torch import Tensor
 
 from slimstart.structure import EqualWorth
+from slimstart.structure.equal_worth import MOST
 from slimstart.structure.participation import participation
 
 
@@ -42,6 +43,14 @@ class AnyUnit(EqualWorth):
     def _wide(self, preference: Tensor) -> Tensor:
         chance = torch.rand(len(preference), generator=torch.Generator().manual_seed(self.num_rounds))
         return super()._wide(torch.where(preference >= 0, chance.double(), preference))
+
+
+class ClippedBehind(EqualWorth):
+    """A round is clipped when neighbours have been drawn together, not before."""
+
+    def _moved(self, drive: Tensor, rate: float, known: Tensor) -> Tensor:
+        moved = self._drawn_together(self._log_widths + rate * drive, rate, known)
+        return self._log_widths + (moved - self._log_widths).clamp(-MOST, MOST)
 
 
 class Steady(EqualWorth):
@@ -111,6 +120,7 @@ VARIANTS = {
     "frozen": Variant("its start, to the end", Frozen),
     "cost_blind": Variant("units that are worth the same, whatever they cost", CostBlind),
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
+    "clipped_behind": Variant("a round is clipped when neighbours have been drawn together", ClippedBehind),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},
@@ -120,6 +130,7 @@ VARIANTS = {
     "fourfold": Variant("four units may say the same, and count in full", constants={PARTICIPATION: _four_to_each}),
     **{f"rate={r:g}": Variant(f"a first rate of {r:g}", settings={"rate": r}) for r in (0.25, 0.4)},
     **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.4)},
+    **{f"align={a}": Variant(f"widths in steps of {a}", recipe={"align": a}) for a in (1, 2, 4)},
     "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),
     "rounds=4": Variant("four rounds, as long in all", constants={"slimstart.structure.naming.ROUNDS": 4}),
 }

@@ -165,8 +165,11 @@ class EqualWorth:
         # To the middle of what is spent, whatever a few groups that are worth nothing would like.
         drive = torch.where(known, drive - _median(drive[known], (each * widths)[known]), 0.0)
         rate = self.rate * (1 - self.num_rounds / self.rounds)
-        wanted = self._log_widths + (rate * drive).clamp(-MOST, MOST)
-        self._log_widths = self._fit(self._drawn_together(wanted, rate, known)[None], ~known)[0]
+        self._log_widths = self._fit(self._moved(drive, rate, known)[None], ~known)[0]
+
+    def _moved(self, drive: Tensor, rate: float, known: Tensor) -> Tensor:
+        """Log-widths as worth drives them in one round, and as neighbours are drawn together."""
+        return self._drawn_together(self._log_widths + (rate * drive).clamp(-MOST, MOST), rate, known)
 
     def _drawn_together(self, wanted: Tensor, rate: float, known: Tensor) -> Tensor:
         """Log-widths x from w with x = w - rate * pull * (how far x is from its neighbours): they do not swing.
