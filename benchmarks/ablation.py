@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from slimstart.structure import EqualWorth
 from slimstart.structure.equal_worth import MOST
-from slimstart.structure.fitting import whole
 from slimstart.structure.participation import participation
 
 
@@ -52,21 +51,6 @@ class ClippedBehind(EqualWorth):
     def _moved(self, drive: Tensor, rate: float, known: Tensor) -> Tensor:
         moved = self._drawn_together(self._log_widths + rate * drive, rate, known)
         return self._log_widths + (moved - self._log_widths).clamp(-MOST, MOST)
-
-
-class Restless(EqualWorth):
-    """Widths are rounded anew in every round, whatever they are now."""
-
-    def _whole(self, cost: Callable[[Tensor], float]) -> Tensor:
-        return whole(self._log_widths.exp(), self._sizes, self.align, cost, self.budget.limit)
-
-
-class RoundedAtTheEnd(EqualWorth):
-    """Widths are multiples in the last round only."""
-
-    def _whole(self, cost: Callable[[Tensor], float]) -> Tensor:
-        align = self.align if self.num_rounds >= self.rounds - 1 else 1
-        return whole(self._log_widths.exp(), self._sizes, align, cost, self.budget.limit)
 
 
 class Steady(EqualWorth):
@@ -137,8 +121,6 @@ VARIANTS = {
     "cost_blind": Variant("units that are worth the same, whatever they cost", CostBlind),
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "clipped_behind": Variant("a round is clipped when neighbours have been drawn together", ClippedBehind),
-    "restless": Variant("widths are rounded anew in every round, whatever they are", Restless),
-    "rounded_at_the_end": Variant("widths are multiples in the last round only", RoundedAtTheEnd),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},

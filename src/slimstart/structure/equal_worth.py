@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -211,12 +211,8 @@ class EqualWorth:
         def cost(widths: Tensor) -> float:
             return self.budget.cost(self._fit.masks(widths, rank))
 
-        return self._fit.masks(self._whole(cost), rank)
-
-    def _whole(self, cost: Callable[[Tensor], float]) -> Tensor:
-        """(G,) int64: whole widths, near those of now where that will do."""
-        present = self.widths if self._begun else None
-        return whole(self._log_widths.exp(), self._sizes, self.align, cost, self.budget.limit, present)
+        widths = whole(self._log_widths.exp(), self._sizes, self.align, cost, self.budget.limit)
+        return self._fit.masks(widths, rank)
 
     def update(self, losses: Tensor) -> None:
         """Losses say nothing here: one network is not compared with another."""

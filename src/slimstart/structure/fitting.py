@@ -68,14 +68,7 @@ def steps(sizes: Tensor, align: int) -> Tensor:
     return torch.where(sizes >= SMALL * align, large, 1)
 
 
-def whole(
-    wanted: Tensor,
-    sizes: Tensor,
-    align: int,
-    cost: Callable[[Tensor], float],
-    limit: float,
-    present: Tensor | None = None,
-) -> Tensor:
+def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], float], limit: float) -> Tensor:
     """Widths near those that are wanted: whole numbers of `steps`, or of `align` where few, filling the budget.
 
     No group gets more than a step, or a quarter, beyond what is wanted. Where that leaves too much of the budget, as it
@@ -86,18 +79,14 @@ def whole(
         sizes: (G,) int64, the most there can be.
         cost: of widths (G,) int64.
         limit: of the cost; that of one unit per group is below it.
-        present: (G,) int64, widths that stay while they are less than a step of several units away from what is wanted,
-            as far as the budget lets them: so units do not come and go for the sake of rounding.
     """
     step = steps(sizes, align)
     step = torch.where((step > align) & (wanted < SMALL * align), align, step)  # fine where few are wanted
     if align > 1 and cost(torch.minimum(step, sizes)) > limit:
-        return whole(wanted, sizes, 1, cost, limit, present)
+        return whole(wanted, sizes, 1, cost, limit)
     least = torch.minimum(step, sizes)
     most = torch.minimum(torch.maximum(wanted + step, 1.25 * wanted).floor().long(), sizes)
     widths = torch.minimum((wanted / step).round().long().clamp(min=1) * step, sizes)
-    if present is not None:
-        widths = torch.where((step > 1) & ((present - wanted).abs() < step), present, widths)
     numbers = torch.arange(len(step))
     while cost(widths) > limit:  # take away where most was given, for what was wanted
         given = torch.where(widths > least, widths / wanted, 0.0)
