@@ -53,6 +53,13 @@ class ClippedBehind(EqualWorth):
         return self._log_widths + (moved - self._log_widths).clamp(-MOST, MOST)
 
 
+class Coarse(EqualWorth):
+    """Widths are multiples in every round."""
+
+    def _step(self) -> int:
+        return self.align
+
+
 class Steady(EqualWorth):
     """The rate does not fall."""
 
@@ -121,6 +128,7 @@ VARIANTS = {
     "cost_blind": Variant("units that are worth the same, whatever they cost", CostBlind),
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "clipped_behind": Variant("a round is clipped when neighbours have been drawn together", ClippedBehind),
+    "coarse": Variant("widths are multiples in every round", Coarse),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},

@@ -65,7 +65,7 @@ class EqualWorth:
     Args:
         table: of a network whose channels have one unit each (coupling "stream").
         budget: `Channels`, `Params` or `Flops`.
-        align: large groups have multiples of so many units, because GPUs are slow at others.
+        align: in the end, large groups have multiples of so many units, because GPUs are slow at others.
         rounds: draws until the structure is settled.
         rate: of the first round.
         pull: how strongly neighbours are drawn to one share.
@@ -211,8 +211,12 @@ class EqualWorth:
         def cost(widths: Tensor) -> float:
             return self.budget.cost(self._fit.masks(widths, rank))
 
-        widths = whole(self._log_widths.exp(), self._sizes, self.align, cost, self.budget.limit)
+        widths = whole(self._log_widths.exp(), self._sizes, self._step(), cost, self.budget.limit)
         return self._fit.masks(widths, rank)
+
+    def _step(self) -> int:
+        """Of widths. In coarse steps they would jump in every round, and units that have learned would leave for it."""
+        return self.align if self.num_rounds >= self.rounds - 1 else 1
 
     def update(self, losses: Tensor) -> None:
         """Losses say nothing here: one network is not compared with another."""
