@@ -239,7 +239,8 @@ def test_whole_widths(wanted, limit, align):
     assert bool(((found >= 1) & (found <= sizes)).all())
     step = steps(sizes, align)
     if align > 1 and wanted[3] < SMALL * align:
-        step[3] = align  # where few are wanted, steps are fine
+        step[3] = align
+    step = torch.tensor([next(s for s in (int(s), 4, 2, 1) if 2 * s <= max(2, w)) for s, w in zip(step, wanted)])
     if int(torch.minimum(step, sizes).sum()) > limit:
         step[:] = 1
     want = torch.tensor(wanted, dtype=torch.float64)
