@@ -88,10 +88,10 @@ class Variant:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: Variant) -> Variant:
-        assert EqualWorth in (self.policy, other.policy), "two of these are policies; a run has one"
+        policies = [variant.policy for variant in (self, other) if variant.policy is not EqualWorth]
         return Variant(
             f"{self.text}; {other.text}",
-            self.policy if other.policy is EqualWorth else other.policy,
+            type("Both", tuple(policies), {}) if policies else EqualWorth,
             {**self.settings, **other.settings},
             {**self.recipe, **other.recipe},
             {**self.constants, **other.constants},

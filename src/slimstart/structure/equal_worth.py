@@ -27,7 +27,8 @@ all, and the blocks of a residual network waste away beside a wide stream. What 
 cost, and is free.
 
 Where a group shrinks, the units that are worth least go; where it grows, units come that rested so far. The rate
-:math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself.
+:math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself. Only
+then are widths rounded to what a GPU is fast with (`whole`).
 
 No second network is run, no mask is random, and at every step the network is exactly as large as the budget allows.
 """
@@ -225,7 +226,7 @@ class EqualWorth:
         return self._mask.clone()
 
     def candidates(self, n: int) -> Tensor:
-        """(1, U): there is one network to settle on, whatever is asked for."""
+        """(1, U): there is one network to settle on, whatever is asked for: that of now, of trained units."""
         return self._mask[None].clone()
 
     def state_dict(self) -> dict[str, Any]:
