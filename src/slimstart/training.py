@@ -266,6 +266,12 @@ class SparseTraining:
         self._learn(found.losses)
         return found.losses[0].detach()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a SparseTraining can be neither copied nor pickled: its hooks are on your model and your optimizer. Load "
+            "its `state_dict()` into another one, with a model and an optimizer of its own"
+        )
+
     # --- the verbs, for loops written by hand ------------------------------------------------------------------------
 
     @property

@@ -1,6 +1,8 @@
 """What people do around a training loop must not lose or spoil anything."""
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -101,6 +103,26 @@ def test_an_optimizer_of_something_else_is_refused():
     model, optimizer, _ = make_training()
     with pytest.raises(ValueError, match="anew if another SparseTraining has used it"):
         slimstart.SparseTraining(model, optimizer, IMAGES[:2], budget=slimstart.Flops(0.5), policy="paper")
+
+
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_an_optimizer_that_runs_the_model_itself_is_refused(policy):
+    model = make_model()
+    with pytest.raises(ValueError, match="LBFGS, which cannot step without a closure"):
+        slimstart.SparseTraining(
+            model, torch.optim.LBFGS(model.parameters()), IMAGES[:2], budget=slimstart.Flops(0.5), policy=policy
+        )
+
+
+def test_it_is_not_copied_without_its_hooks():
+    """A copy would train on, and learn nothing of its structure."""
+    _, _, sparse = make_training(policy="equal_worth")
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="neither copied nor pickled"):
+            copied(sparse)
+    _, _, second = make_training(policy="equal_worth")
+    second.load_state_dict(sparse.state_dict())
+    assert torch.equal(second.mask, sparse.mask)
 
 
 def test_parameter_groups_may_be_added_later():

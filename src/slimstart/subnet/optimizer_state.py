@@ -13,6 +13,7 @@ is one number for the whole parameter, so a channel that first wakes late finds 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -44,6 +45,11 @@ class OptimizerLink:
             raise ValueError(
                 "`optimizer` holds none of the model's parameters that become narrow; build it from "
                 "`model.parameters()`, anew if another SparseTraining has used it"
+            )
+        if _needs_closure(optimizer):
+            raise ValueError(
+                f"`optimizer` is {type(optimizer).__name__}, which cannot step without a closure that runs the model "
+                "again; slimstart steps once for each forward and backward. Use SGD, Adam, AdamW or the like"
             )
         self._state: dict[str, dict[str, Any]] = {}
         for name in self.names:
@@ -173,6 +179,11 @@ class OptimizerLink:
                 if name is not None:
                     self._take(name, parameter)
         self.point(parameters, selection)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch.Size) -> bool:
