@@ -53,11 +53,15 @@ class ClippedBehind(EqualWorth):
         return self._log_widths + (moved - self._log_widths).clamp(-MOST, MOST)
 
 
-class Coarse(EqualWorth):
-    """Widths are multiples in every round."""
+class FineSearch(EqualWorth):
+    """Widths are multiples in the last round only."""
 
-    def _step(self) -> int:
-        return self.align
+    def _wide(self, preference: Tensor) -> Tensor:
+        align = self.align
+        self.align = align if self.num_rounds >= self.rounds - 1 else 1
+        found = super()._wide(preference)
+        self.align = align
+        return found
 
 
 class Steady(EqualWorth):
@@ -88,10 +92,10 @@ class Variant:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: Variant) -> Variant:
-        policies = [variant.policy for variant in (self, other) if variant.policy is not EqualWorth]
+        assert EqualWorth in (self.policy, other.policy), "two of these are policies; a run has one"
         return Variant(
             f"{self.text}; {other.text}",
-            type("Both", tuple(policies), {}) if policies else EqualWorth,
+            self.policy if other.policy is EqualWorth else other.policy,
             {**self.settings, **other.settings},
             {**self.recipe, **other.recipe},
             {**self.constants, **other.constants},
@@ -128,7 +132,7 @@ VARIANTS = {
     "cost_blind": Variant("units that are worth the same, whatever they cost", CostBlind),
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "clipped_behind": Variant("a round is clipped when neighbours have been drawn together", ClippedBehind),
-    "coarse": Variant("widths are multiples in every round", Coarse),
+    "fine_search": Variant("widths are multiples in the last round only", FineSearch),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},

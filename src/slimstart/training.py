@@ -82,8 +82,7 @@ class SparseTraining:
             for "equal_worth" such that the search takes a fifth of `total_steps`, or 50 where those are not known.
         align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
             with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1. For
-            "equal_worth", which pads nothing: when it has settled by itself, large groups have multiples of so many
-            units; 8 by default.
+            "equal_worth", which pads nothing: large groups have multiples of so many units; 8 by default.
         total_steps: of the whole training. For the paper's policy, of the search: `structure_lr` falls to 0 over them
             along a cosine.
         seed: of the masks of the paper's policy.

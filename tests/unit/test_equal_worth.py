@@ -230,29 +230,6 @@ def test_a_saved_policy_goes_on_bit_for_bit_within_a_window():
     assert second.num_rounds == 2  # it was asked for one draw less
 
 
-def test_widths_follow_what_is_wanted_and_are_multiples_in_the_end():
-    """Else units that have learned would leave in every round, for the sake of rounding."""
-    policy = EqualWorth(GRAPH.costs, Flops(0.3), rounds=6)
-    worth = torch.ones(GRAPH.num_units, dtype=torch.float64)
-    for _ in range(6):
-        mask = policy.draw()[0]
-        assert bool((policy.widths - policy._log_widths.exp()).abs().max() < 2)
-        watch(policy, mask * worth)
-    before = policy.widths
-    policy.draw()
-    assert policy.is_done
-    coarse = steps(policy._sizes, 8) > 1
-    assert bool(coarse.any())
-    assert bool((policy.widths[coarse] % 8 == 0).all())
-    assert not bool((before[coarse] % 8 == 0).all())
-
-
-def test_thin_groups_are_not_rounded_to_twice_their_width():
-    wanted, sizes = torch.tensor([12.4, 12.3, 6.0, 20.0], dtype=torch.float64), torch.tensor([64, 64, 64, 64])
-    found = whole(wanted, sizes, 8, lambda widths: float(widths.sum()), 46)
-    assert found.tolist() == [12, 12, 6, 16]  # not 16, 8, 8 and 16
-
-
 @given(st.lists(st.floats(0.3, 60), min_size=4, max_size=4), st.integers(4, 150), st.sampled_from([1, 4, 8]))
 def test_whole_widths(wanted, limit, align):
     sizes = torch.tensor([8, 32, 64, 256])
@@ -262,10 +239,7 @@ def test_whole_widths(wanted, limit, align):
     assert bool(((found >= 1) & (found <= sizes)).all())
     step = steps(sizes, align)
     if align > 1 and wanted[3] < SMALL * align:
-        step[3] = align
-    step = torch.tensor(
-        [next(s for s in (int(s), 4, 2, 1) if 2 * s <= max(2, w)) for s, w in zip(step, wanted, strict=True)]
-    )
+        step[3] = align  # where few are wanted, steps are fine
     if int(torch.minimum(step, sizes).sum()) > limit:
         step[:] = 1
     want = torch.tensor(wanted, dtype=torch.float64)

@@ -81,8 +81,8 @@ class Recipe:
     )
     align: int | None = _setting(
         None,
-        "widths of large groups are multiples of this in the end; 8 if not given. For the policy paper, room for "
-        "units, padded with zeros; 8 with CUDA graphs and 1 without if not given",
+        "widths of large groups are multiples of this; 8 if not given. For the policy paper, room for units, padded "
+        "with zeros; 8 with CUDA graphs and 1 without if not given",
     )
     settle_at: float = _setting(1.0, "share of the epochs after which the structure is fixed")
     num_masks: int = _setting(10, "masks from which the policy paper chooses, by loss on training batches")

@@ -27,8 +27,7 @@ all, and the blocks of a residual network waste away beside a wide stream. What 
 cost, and is free.
 
 Where a group shrinks, the units that are worth least go; where it grows, units come that rested so far. The rate
-:math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself. Only
-then are widths rounded to what a GPU is fast with (`whole`).
+:math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself.
 
 No second network is run, no mask is random, and at every step the network is exactly as large as the budget allows.
 """
@@ -66,7 +65,7 @@ class EqualWorth:
     Args:
         table: of a network whose channels have one unit each (coupling "stream").
         budget: `Channels`, `Params` or `Flops`.
-        align: in the end, large groups have multiples of so many units, because GPUs are slow at others.
+        align: large groups have multiples of so many units, because GPUs are slow at others.
         rounds: draws until the structure is settled.
         rate: of the first round.
         pull: how strongly neighbours are drawn to one share.
@@ -212,12 +211,8 @@ class EqualWorth:
         def cost(widths: Tensor) -> float:
             return self.budget.cost(self._fit.masks(widths, rank))
 
-        widths = whole(self._log_widths.exp(), self._sizes, self._step(), cost, self.budget.limit)
+        widths = whole(self._log_widths.exp(), self._sizes, self.align, cost, self.budget.limit)
         return self._fit.masks(widths, rank)
-
-    def _step(self) -> int:
-        """Of widths. In coarse steps they would jump in every round, and units that have learned would leave for it."""
-        return self.align if self.num_rounds >= self.rounds - 1 else 1
 
     def update(self, losses: Tensor) -> None:
         """Losses say nothing here: one network is not compared with another."""
@@ -226,7 +221,7 @@ class EqualWorth:
         return self._mask.clone()
 
     def candidates(self, n: int) -> Tensor:
-        """(1, U): there is one network to settle on, whatever is asked for: that of now, of trained units."""
+        """(1, U): there is one network to settle on, whatever is asked for."""
         return self._mask[None].clone()
 
     def state_dict(self) -> dict[str, Any]:

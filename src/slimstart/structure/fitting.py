@@ -69,12 +69,10 @@ def steps(sizes: Tensor, align: int) -> Tensor:
 
 
 def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], float], limit: float) -> Tensor:
-    """Widths near those that are wanted: whole numbers of steps, filling the budget.
+    """Widths near those that are wanted: whole numbers of `steps`, or of `align` where few, filling the budget.
 
-    Steps are those of `steps`, but of `align` where few units are wanted; and where fewer than two steps are, they are
-    the largest power of two of which there are two: what is thin shall not become twice as wide by rounding. No group
-    gets more than a step, or a quarter, beyond what is wanted. Where that leaves too much of the budget, as it does in
-    networks of few groups, some have a width between two steps.
+    No group gets more than a step, or a quarter, beyond what is wanted. Where that leaves too much of the budget, as it
+    does in networks of few groups, some have a width between two steps.
 
     Args:
         wanted: (G,) float64.
@@ -83,9 +81,7 @@ def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], fl
         limit: of the cost; that of one unit per group is below it.
     """
     step = steps(sizes, align)
-    step = torch.where((step > align) & (wanted < SMALL * align), align, step)
-    fine = (wanted / 2).clamp(min=1).log2().floor().exp2().long()
-    step = torch.where(wanted < 2 * step, torch.minimum(step, fine), step)
+    step = torch.where((step > align) & (wanted < SMALL * align), align, step)  # fine where few are wanted
     if align > 1 and cost(torch.minimum(step, sizes)) > limit:
         return whole(wanted, sizes, 1, cost, limit)
     least = torch.minimum(step, sizes)
