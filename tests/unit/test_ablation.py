@@ -1,0 +1,73 @@
+"""Variants of equal worth: each one does something else, and all stay within the budget."""
+
+import contextlib
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from slimstart import Flops, trace
+from slimstart.structure import naming
+
+NETWORK = nn.Sequential(
+    *(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 256, 3, stride=2), nn.ReLU(), nn.Conv2d(256, 128, 3), nn.ReLU()),
+    *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)),
+)
+GRAPH = trace(NETWORK, torch.zeros(1, 3, 16, 16), "stream")
+BUDGET = Flops(0.15)
+SEARCHES = [
+    *("frozen", "cost_blind", "any_unit", "clipped_behind", "fine_search", "steady", "redundant", "centred", "half"),
+    *("fourfold", "pull=0", "pull=1", "pull=2", "rate=0.25", "share=0.1", "rounds=4", "fine_search+pull=1"),
+]
+
+
+@pytest.fixture
+def ablation(monkeypatch, request):
+    monkeypatch.syspath_prepend(str(request.config.rootpath / "benchmarks"))
+    import ablation
+
+    return ablation
+
+
+def search(change) -> list[list[int]]:
+    """The widths of all draws, from gradients with a mean, of which the units of late groups share more."""
+    generator = torch.Generator().manual_seed(0)
+    scale = (0.5 + torch.rand(GRAPH.num_units, generator=generator)) * torch.logspace(0.5, -0.5, GRAPH.num_units)
+    bound, same = BUDGET.bind(GRAPH.costs), torch.linspace(0, 3, GRAPH.num_units)
+    with contextlib.ExitStack() as stack:
+        for piece, value in change.pieces.items():
+            stack.enter_context(patch(piece, value))
+        settings = dict.fromkeys(("estimator", "alpha", "structure_lr", "sampling"))
+        window = naming.default_window("equal_worth", 1600)
+        policy = naming.make_policy(
+            "equal_worth", GRAPH.costs, BUDGET, total_steps=1600, resample_every=window, seed=0,
+            align=change.recipe.get("align"), **settings,
+        )  # fmt: skip
+        found = []
+        while True:
+            mask = policy.draw()[0]
+            assert 0.97 * bound.limit < bound.cost(mask) <= bound.limit
+            found.append([int(mask[group.units.start : group.units.stop].sum()) for group in GRAPH.groups])
+            if policy.is_done:
+                return found
+            for _ in range(window):
+                shared, own = (torch.randn(n, generator=generator) for n in (1, GRAPH.num_units))
+                policy.watch_(scale * (0.5 + same * shared + own))
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_variant_searches_in_its_own_way(ablation, name):
+    assert search(ablation.change_of(name)) != search(ablation.change_of("equal_worth"))
+
+
+def test_a_fine_search_is_coarse_in_the_end(ablation):
+    fine, single, coarse = (search(ablation.change_of(name)) for name in ("fine_search", "align=1", "equal_worth"))
+    assert fine[:-1] == single[:-1]
+    assert fine[-1] != single[-1]
+    assert fine[0] != coarse[0]
+
+
+def test_two_policies_in_one_run_are_refused(ablation):
+    with pytest.raises(AssertionError, match="a run has one"):
+        ablation.variant_of("frozen+steady")
