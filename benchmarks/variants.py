@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,14 +39,20 @@ class Change:
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pieces: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While its pieces are in the place of ours."""
+        with contextlib.ExitStack() as stack:
+            for piece, value in self.pieces.items():
+                stack.enter_context(patch(piece, value))
+            yield
+
 
 def run(name: str, change: Change, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
     """One row."""
     recipe = dataclasses.replace(base, **change.recipe)
     label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
-    with contextlib.ExitStack() as stack:
-        for piece, value in change.pieces.items():
-            stack.enter_context(patch(piece, value))
+    with change.in_place():
         outcome = carry_out(Trial(label, recipe), folder, place)
     row = {"variant": name, "budget": recipe.budget, "seed": recipe.seed}
     record = outcome.record

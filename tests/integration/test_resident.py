@@ -5,7 +5,6 @@ have been moved. The last tests need a GPU.
 """
 
 import copy
-import importlib
 import io
 import json
 import os
@@ -18,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import resident as benchmark
 import torch
 import torch.nn.functional as F
+from inventory import Peak
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -530,16 +531,8 @@ def test_the_example_trains_a_network_within_its_budget(capsys: pytest.CaptureFi
     assert int(weights) < 0.5 * sum(p.numel() for p in dense.parameters())
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("resident")
-
-
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
-def test_what_lies_on_the_device_is_known_beforehand(
-    policy: str, benchmark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_on_the_device_is_known_beforehand(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kind by kind, against the tensors of a training."""
     pretend(monkeypatch)
     model, example = benchmark.build(0.25, "cpu"), torch.randn(4, 3, 32, 32)
@@ -581,9 +574,8 @@ def test_what_lies_on_the_device_is_known_beforehand(
         assert 3 * points < known["policy"] < 5 * points + 2**20
 
 
-def test_bytes_are_counted_while_tensors_live(benchmark: Any) -> None:
-    peak = importlib.import_module("inventory").Peak
-    with torch.device("meta"), peak() as counted:
+def test_bytes_are_counted_while_tensors_live() -> None:
+    with torch.device("meta"), Peak() as counted:
         a = torch.zeros(100)
         b = a.view(10, 10) * 2
         del a
@@ -598,12 +590,11 @@ def test_bytes_are_counted_while_tensors_live(benchmark: Any) -> None:
         assert counted.now == 2 * 400, "the weight and its gradient"
 
 
-def test_members_are_forgotten_before_products_are_put_behind_them(benchmark: Any) -> None:
-    peak = importlib.import_module("inventory").Peak
+def test_members_are_forgotten_before_products_are_put_behind_them() -> None:
     sets = _ragged.Incidence(torch.zeros(64, dtype=torch.int64), torch.arange(64), 1)
     product, x = _ragged.RaggedProduct(sets, 65, 64), torch.rand(63, 65, dtype=torch.float64)
     x[:, 64] = 1
-    with peak() as counted:
+    with Peak() as counted:
         result = product(x)
     assert torch.allclose(result[:, 65], x.prod(1))
     assert counted.most == 63 * 8 * (1 + 66), "one product, and the result"
@@ -611,7 +602,7 @@ def test_members_are_forgotten_before_products_are_put_behind_them(benchmark: An
 
 @pytest.mark.slow
 def test_a_row_that_runs_out_of_memory_is_recorded(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(policy: str, home: str | None, *_: Any) -> dict[str, Any]:
         if (policy, home) == ("paper", "cpu"):
@@ -634,7 +625,7 @@ def test_a_row_that_runs_out_of_memory_is_recorded(
         assert "equal_worth settles after 16 draws" in capsys.readouterr().err
 
 
-def test_who_has_the_memory_is_said(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_the_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def segment(graph: int, *sizes: int) -> dict[str, Any]:
         blocks = [
             {"requested_size": abs(size), "state": "active_allocated" if size > 0 else "inactive"} for size in sizes
@@ -656,7 +647,7 @@ def test_who_has_the_memory_is_said(benchmark: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
-def test_the_networks_of_the_benchmark_need_seven_tenths_of_the_limit(policy: str, benchmark: Any) -> None:
+def test_the_networks_of_the_benchmark_need_seven_tenths_of_the_limit(policy: str) -> None:
     limit = 5 * 2**30
     with torch.device("meta"):
         model = models.build("vgg19", num_classes=10, width=benchmark.width_of(4 * limit))

@@ -1,8 +1,8 @@
 """Variants of equal worth: each one does something else, and all stay within the budget."""
 
-import contextlib
-from unittest.mock import patch
+import functools
 
+import ablation
 import pytest
 import torch
 from torch import nn
@@ -22,22 +22,14 @@ SEARCHES = [
 ]
 
 
-@pytest.fixture
-def ablation(monkeypatch, request):
-    monkeypatch.syspath_prepend(str(request.config.rootpath / "benchmarks"))
-    import ablation
-
-    return ablation
-
-
-def search(change) -> list[list[int]]:
+@functools.cache
+def search(name: str) -> list[list[int]]:
     """The widths of all draws, from gradients with a mean, of which the units of late groups share more."""
     generator = torch.Generator().manual_seed(0)
     scale = (0.5 + torch.rand(GRAPH.num_units, generator=generator)) * torch.logspace(0.5, -0.5, GRAPH.num_units)
     bound, same = BUDGET.bind(GRAPH.costs), torch.linspace(0, 3, GRAPH.num_units)
-    with contextlib.ExitStack() as stack:
-        for piece, value in change.pieces.items():
-            stack.enter_context(patch(piece, value))
+    change = ablation.change_of(name)
+    with change.in_place():
         settings = dict.fromkeys(("estimator", "alpha", "structure_lr", "sampling"))
         window = naming.default_window("equal_worth", 1600)
         policy = naming.make_policy(
@@ -57,17 +49,17 @@ def search(change) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_every_variant_searches_in_its_own_way(ablation, name):
-    assert search(ablation.change_of(name)) != search(ablation.change_of("equal_worth"))
+def test_every_variant_searches_in_its_own_way(name):
+    assert search(name) != search("equal_worth")
 
 
-def test_a_fine_search_is_coarse_in_the_end(ablation):
-    fine, single, coarse = (search(ablation.change_of(name)) for name in ("fine_search", "align=1", "equal_worth"))
+def test_a_fine_search_is_coarse_in_the_end():
+    fine, single, coarse = (search(name) for name in ("fine_search", "align=1", "equal_worth"))
     assert fine[:-1] == single[:-1]
     assert fine[-1] != single[-1]
     assert fine[0] != coarse[0]
 
 
-def test_two_policies_in_one_run_are_refused(ablation):
+def test_two_policies_in_one_run_are_refused():
     with pytest.raises(AssertionError, match="a run has one"):
         ablation.variant_of("frozen+steady")

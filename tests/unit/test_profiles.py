@@ -1,5 +1,6 @@
 """Profiles by hand: within the budget, and what their factors say."""
 
+import profiles
 import pytest
 import torch
 
@@ -9,26 +10,18 @@ GRAPH = trace(models.build("resnet20", num_classes=10, width=2), torch.zeros(1, 
 BUDGET = Flops(0.1)
 
 
-@pytest.fixture
-def profiles(monkeypatch, request):
-    monkeypatch.syspath_prepend(str(request.config.rootpath / "benchmarks"))
-    import profiles
-
-    return profiles
-
-
 def widths(mask: torch.Tensor) -> dict[str, int]:
     return {group.name: int(mask[group.units.start : group.units.stop].sum()) for group in GRAPH.groups}
 
 
-def test_all_of_them_fill_the_budget(profiles):
+def test_all_of_them_fill_the_budget():
     bound = BUDGET.bind(GRAPH.costs)
     for name, profile in profiles.PROFILES.items():
         mask = profiles.mask_of(profile, GRAPH, BUDGET)
         assert 0.98 * bound.limit < bound.cost(mask) <= bound.limit, name
 
 
-def test_factors_are_those_of_widths(profiles):
+def test_factors_are_those_of_widths():
     found = {name: widths(profiles.mask_of(profile, GRAPH, BUDGET)) for name, profile in profiles.PROFILES.items()}
     uniform = found["uniform"]
     for name, size in uniform.items():
@@ -40,7 +33,7 @@ def test_factors_are_those_of_widths(profiles):
     assert found["every_other"]["stage2.1.conv1"] < 0.4 * found["every_other"]["stage2.2.conv1"]
 
 
-def test_what_is_spread_is_written_once(profiles):
+def test_what_is_spread_is_written_once():
     mask = profiles.mask_of(profiles.PROFILES["spread_fifth"], GRAPH, BUDGET)
     for stage in ("stage1", "stage2", "stage3"):
         blocks = [group.units for group in GRAPH.groups if group.name.startswith(stage) and "conv2" in group.name]
@@ -48,7 +41,7 @@ def test_what_is_spread_is_written_once(profiles):
         assert int(torch.stack(written).sum(0).max()) == 1
 
 
-def test_widths_are_taken_as_they_are(profiles):
+def test_widths_are_taken_as_they_are():
     sizes = [1 + number % 5 for number in range(len(GRAPH.groups))]
     mask = profiles.mask_of_widths(sizes, GRAPH)
     assert list(widths(mask).values()) == sizes

@@ -2,7 +2,9 @@
 
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,11 @@ def cells(document: str, label: str) -> list[list[str]]:
     """The cells behind the first, of the lines of tables that begin with a label."""
     lines = (REPOSITORY / document).read_text(encoding="utf-8").splitlines()
     return [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines if line.startswith(f"| {label} |")]
+
+
+def text(document: str) -> str:
+    """All of it in one line."""
+    return " ".join((REPOSITORY / document).read_text(encoding="utf-8").split())
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -62,10 +69,7 @@ def mean(folder: str, method: str) -> float:
 
 
 def test_sentences_say_what_the_records_say() -> None:
-    how, readme = (
-        " ".join((REPOSITORY / name).read_text(encoding="utf-8").split())
-        for name in ("docs/how-it-works.md", "README.md")
-    )
+    how, readme = text("docs/how-it-works.md"), text("README.md")
     better = {
         folder: mean(folder, "slimstart") - mean(folder, "narrow")
         for folder in ("vgg19-cifar10-10", "vgg19-cifar10-2", "resnet32-cifar10-10", "mobilenet_v1-tiny-25")
@@ -88,36 +92,37 @@ def test_sentences_say_what_the_records_say() -> None:
     assert f"ends at {paper.accuracy:.2f} % with {100 * paper.flops_ratio:.1f} % of the FLOPs" in readme
 
 
-def ablation(benchmark: str) -> dict[tuple[str, str, str], list[float]]:
-    """Accuracies of all seeds, by variant, model and budget."""
-    found: dict[tuple[str, str, str], list[float]] = {}
+def ablation_rows(benchmark: str) -> Iterator[dict[str, Any]]:
+    """Of all its records, with their models."""
     for file in (REPOSITORY / "results" / "ablation").glob("*.json"):
         record = json.loads(file.read_text(encoding="utf-8"))
         if record["benchmark"] == benchmark:
-            for row in record["rows"]:
-                found.setdefault((row["variant"], record["model"], row["budget"]), []).append(row["accuracy"])
+            yield from ({**row, "model": record["model"]} for row in record["rows"])
+
+
+def ablation(benchmark: str) -> dict[tuple[str, str, str], list[float]]:
+    """Accuracies of all seeds, by variant, model and budget."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in ablation_rows(benchmark):
+        found.setdefault((row["variant"], row["model"], row["budget"]), []).append(row["accuracy"])
     return found
 
 
 def test_what_may_be_rounding_is_what_the_start_of_a_search_is_ahead() -> None:
     found = ablation("ablation")
     own, narrow = (statistics.mean(found[name, "vgg19", "flops=0.1"]) for name in ("frozen", "narrow"))
-    how = " ".join((REPOSITORY / "docs/how-it-works.md").read_text(encoding="utf-8").split())
+    how = text("docs/how-it-works.md")
     assert f"Trained to the end it is {own - narrow:.2f} ahead, two seeds" in how
     assert len(found["frozen", "vgg19", "flops=0.1"]) == 2
 
 
 def test_a_wide_first_layer_before_a_thin_one_is_worse() -> None:
-    found: dict[str, list[float]] = {"16 and 8 to 10": [], "8 and 16": []}
-    for file in (REPOSITORY / "results" / "ablation").glob("vgg19-*.json"):
-        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-            first, second, *_ = row["widths"]
-            if row["budget"] == "flops=0.018" and (first, second) == (8, 16):
-                found["8 and 16"].append(row["accuracy"])
-            elif row["budget"] == "flops=0.018" and first == 16 and 8 <= second <= 10:
-                found["16 and 8 to 10"].append(row["accuracy"])
-    worse, better = (statistics.mean(values) for values in found.values())
-    how = " ".join((REPOSITORY / "docs/how-it-works.md").read_text(encoding="utf-8").split())
+    rows = [row for row in ablation_rows("ablation") if (row["model"], row["budget"]) == ("vgg19", "flops=0.018")]
+    worse, better = (
+        statistics.mean(row["accuracy"] for row in rows if row["widths"][:2] in widths)
+        for widths in ([[16, 8], [16, 9], [16, 10]], [[8, 16]])
+    )
+    how = text("docs/how-it-works.md")
     assert "networks with 16 and 8 to 10 of them are worse than those with 8 and 16" in how
     assert f"by {better - worse:.1f} points in the mean" in how
 
@@ -126,7 +131,7 @@ def test_no_profile_by_hand_is_much_better() -> None:
     narrow = statistics.mean(ablation("ablation")["narrow", "resnet32", "flops=0.1"])
     found = {name: values for (name, model, _), values in ablation("profiles").items() if model == "resnet32"}
     better = [statistics.mean(values) - narrow for name, values in found.items() if name not in ("uniform", TWICE)]
-    how = " ".join((REPOSITORY / "docs/how-it-works.md").read_text(encoding="utf-8").split())
+    how = text("docs/how-it-works.md")
     assert "of sixteen profiles" in how
     assert len(better) == 16
     assert f"the best is {max(better):.1f} ahead on validation images" in how
