@@ -8,10 +8,11 @@ This is the script by which settings are chosen.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +63,26 @@ class FineSearch(EqualWorth):
         found = super()._wide(preference)
         self.align = align
         return found
+
+
+class Growing(EqualWorth):
+    """Four tenths of the budget at first, and all of it from the last round on."""
+
+    def _wide(self, preference: Tensor) -> Tensor:
+        with self._as_far_as_now():
+            self._log_widths = self._fit(self._log_widths[None])[0]
+            return super()._wide(preference)
+
+    def _learn(self, worth: Tensor) -> None:
+        with self._as_far_as_now():
+            super()._learn(worth)
+
+    @contextlib.contextmanager
+    def _as_far_as_now(self) -> Iterator[None]:
+        all_of_it = self.budget.limit
+        self.budget.limit = self._fit._limit = all_of_it * (0.4 + 0.6 * (self.num_rounds + self._begun) / self.rounds)
+        yield
+        self.budget.limit = self._fit._limit = all_of_it
 
 
 class Steady(EqualWorth):
@@ -133,6 +154,8 @@ VARIANTS = {
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "clipped_behind": Variant("a round is clipped when neighbours have been drawn together", ClippedBehind),
     "fine_search": Variant("widths are multiples in the last round only", FineSearch),
+    "growing": Variant("widths grow, through half of the training", Growing, constants={SHARE: 0.5}),
+    "longer": Variant("47 epochs", recipe={"epochs": 47}),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},
