@@ -65,8 +65,14 @@ class FineSearch(EqualWorth):
         return found
 
 
-class Growing(EqualWorth):
-    """Four tenths of the budget at first, and all of it from the last round on."""
+class Gradual(EqualWorth):
+    """Another budget at first, and the one that is asked for from the last round on.
+
+    Attributes:
+        first: how many times the budget is it at first.
+    """
+
+    first = 1.0
 
     def _wide(self, preference: Tensor) -> Tensor:
         with self._as_far_as_now():
@@ -79,10 +85,28 @@ class Growing(EqualWorth):
 
     @contextlib.contextmanager
     def _as_far_as_now(self) -> Iterator[None]:
-        all_of_it = self.budget.limit
-        self.budget.limit = self._fit._limit = all_of_it * (0.4 + 0.6 * (self.num_rounds + self._begun) / self.rounds)
+        in_the_end, way = self.budget.limit, (self.num_rounds + self._begun) / self.rounds
+        self.budget.limit = self._fit._limit = in_the_end * (self.first + (1 - self.first) * way)
         yield
-        self.budget.limit = self._fit._limit = all_of_it
+        self.budget.limit = self._fit._limit = in_the_end
+
+
+class Growing(Gradual):
+    """From four tenths of the budget."""
+
+    first = 0.4
+
+
+class Shrinking(Gradual):
+    """From twice the budget."""
+
+    first = 2.0
+
+
+class ShrinkingLittle(Gradual):
+    """From half as much again."""
+
+    first = 1.5
 
 
 class Steady(EqualWorth):
@@ -154,8 +178,10 @@ VARIANTS = {
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "clipped_behind": Variant("a round is clipped when neighbours have been drawn together", ClippedBehind),
     "fine_search": Variant("widths are multiples in the last round only", FineSearch),
-    "growing": Variant("widths grow, through half of the training", Growing, constants={SHARE: 0.5}),
-    "longer": Variant("47 epochs", recipe={"epochs": 47}),
+    "growing": Variant("from four tenths of the budget, through 50.0%", Growing, constants={SHARE: 0.5}),
+    "shrinking": Variant("from twice the budget, through 30.0%", Shrinking, constants={SHARE: 0.3}),
+    "shrinking_late": Variant("from 1.5 times the budget, through 60.0%", ShrinkingLittle, constants={SHARE: 0.6}),
+    **{f"epochs={n}": Variant(f"{n} epochs", recipe={"epochs": n}) for n in (46, 47)},
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},

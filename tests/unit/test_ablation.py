@@ -16,10 +16,10 @@ NETWORK = nn.Sequential(
 )
 GRAPH = trace(NETWORK, torch.zeros(1, 3, 16, 16), "stream")
 BUDGET = Flops(0.15)
-ROUNDS = naming.ROUNDS
+FIRST = {"growing": 0.4, "shrinking": 2.0, "shrinking_late": 1.5}  # times the budget
 SEARCHES = [
     *("frozen", "cost_blind", "any_unit", "clipped_behind", "fine_search", "steady", "redundant", "centred", "half"),
-    *("fourfold", "growing", "pull=0", "pull=1", "pull=2", "rate=0.25", "share=0.1", "rounds=4", "fine_search+pull=1"),
+    *("fourfold", *FIRST, "pull=0", "pull=1", "pull=2", "rate=0.25", "share=0.1", "rounds=4", "fine_search+pull=1"),
 ]
 
 
@@ -40,7 +40,8 @@ def search(name: str) -> list[list[int]]:
         found = []
         while True:
             mask = policy.draw()[0]
-            most = (0.4 + 0.6 * len(found) / ROUNDS if "growing" in name else 1.0) * bound.limit
+            first = FIRST.get(name, 1.0)
+            most = (first + (1 - first) * len(found) / naming.ROUNDS) * bound.limit
             assert 0.97 * most < bound.cost(mask) <= most
             found.append([int(mask[group.units.start : group.units.stop].sum()) for group in GRAPH.groups])
             if policy.is_done:
