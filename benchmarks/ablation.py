@@ -103,10 +103,20 @@ class Shrinking(Gradual):
     first = 2.0
 
 
+class ShrinkingLess(Gradual):
+    """From 1.7 times the budget."""
+
+    first = 1.7
+
+
 class ShrinkingLittle(Gradual):
     """From half as much again."""
 
     first = 1.5
+
+
+class ShrinkingFrozen(Shrinking, Frozen):
+    """From twice the budget, in equal shares."""
 
 
 class Steady(EqualWorth):
@@ -180,6 +190,8 @@ VARIANTS = {
     "fine_search": Variant("widths are multiples in the last round only", FineSearch),
     "growing": Variant("from four tenths of the budget, through 50.0%", Growing, constants={SHARE: 0.5}),
     "shrinking": Variant("from twice the budget, through 30.0%", Shrinking, constants={SHARE: 0.3}),
+    "shrinking_frozen": Variant("the same in equal shares", ShrinkingFrozen, constants={SHARE: 0.3}),
+    "shrinking_longer": Variant("from 1.7 times the budget, through 40.0%", ShrinkingLess, constants={SHARE: 0.4}),
     "shrinking_late": Variant("from 1.5 times the budget, through 60.0%", ShrinkingLittle, constants={SHARE: 0.6}),
     **{f"epochs={n}": Variant(f"{n} epochs", recipe={"epochs": n}) for n in (46, 47)},
     "steady": Variant("the rate does not fall", Steady),

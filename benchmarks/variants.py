@@ -62,7 +62,7 @@ def run(name: str, change: Change, base: Recipe, folder: Path, place: Place) -> 
         **row,
         "accuracy": record.accuracy,
         "flops_ratio": record.flops_ratio,
-        "train_cost": 1 / record.train_cost_saving,
+        "train_cost": 1 / record.executed_saving,
         "train_seconds": record.train_seconds,
         "building_seconds": record.building_seconds,
         "widths": [layer.width for layer in record.layers],
