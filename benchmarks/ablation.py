@@ -68,11 +68,13 @@ class FineSearch(EqualWorth):
 class Gradual(EqualWorth):
     """Another budget at first, and the one that is asked for from the last round on.
 
-    Attributes:
-        first: how many times the budget is it at first.
+    Args:
+        first: how many times the budget it is at first.
     """
 
-    first = 1.0
+    def __init__(self, *args: Any, first: float, **settings: Any) -> None:
+        self.first = first
+        super().__init__(*args, **settings)
 
     def _wide(self, preference: Tensor) -> Tensor:
         with self._as_far_as_now():
@@ -91,32 +93,8 @@ class Gradual(EqualWorth):
         self.budget.limit = self._fit._limit = in_the_end
 
 
-class Growing(Gradual):
-    """From four tenths of the budget."""
-
-    first = 0.4
-
-
-class Shrinking(Gradual):
-    """From twice the budget."""
-
-    first = 2.0
-
-
-class ShrinkingLess(Gradual):
-    """From 1.7 times the budget."""
-
-    first = 1.7
-
-
-class ShrinkingLittle(Gradual):
-    """From half as much again."""
-
-    first = 1.5
-
-
-class ShrinkingFrozen(Shrinking, Frozen):
-    """From twice the budget, in equal shares."""
+class GradualFrozen(Gradual, Frozen):
+    """The same in equal shares."""
 
 
 class Steady(EqualWorth):
@@ -188,12 +166,9 @@ VARIANTS = {
     "any_unit": Variant("which units leave is left to chance", AnyUnit),
     "clipped_behind": Variant("a round is clipped when neighbours have been drawn together", ClippedBehind),
     "fine_search": Variant("widths are multiples in the last round only", FineSearch),
-    "growing": Variant("from four tenths of the budget, through 50.0%", Growing, constants={SHARE: 0.5}),
-    "shrinking": Variant("from twice the budget, through 30.0%", Shrinking, constants={SHARE: 0.3}),
-    "shrinking_frozen": Variant("the same in equal shares", ShrinkingFrozen, constants={SHARE: 0.3}),
-    "shrinking_longer": Variant("from 1.7 times the budget, through 40.0%", ShrinkingLess, constants={SHARE: 0.4}),
-    "shrinking_late": Variant("from 1.5 times the budget, through 60.0%", ShrinkingLittle, constants={SHARE: 0.6}),
-    **{f"epochs={n}": Variant(f"{n} epochs", recipe={"epochs": n}) for n in (46, 47)},
+    **{f"first={f:g}": Variant(f"{f:g} times the budget at first", Gradual, {"first": f}) for f in (0.4, 1.5, 1.7, 2)},
+    "frozen_first=2": Variant("twice the budget at first, and equal shares", GradualFrozen, {"first": 2}),
+    "epochs=47": Variant("47 epochs", recipe={"epochs": 47}),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},
@@ -202,7 +177,7 @@ VARIANTS = {
     "half": Variant("that units say the same counts half", constants={PARTICIPATION: _half_of_it}),
     "fourfold": Variant("four units may say the same, and count in full", constants={PARTICIPATION: _four_to_each}),
     **{f"rate={r:g}": Variant(f"a first rate of {r:g}", settings={"rate": r}) for r in (0.25, 0.4)},
-    **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.4)},
+    **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.3, 0.4, 0.5, 0.6)},
     **{f"align={a}": Variant(f"widths in steps of {a}", recipe={"align": a}) for a in (1, 2, 4)},
     "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),
     "rounds=4": Variant("four rounds, as long in all", constants={"slimstart.structure.naming.ROUNDS": 4}),

@@ -16,9 +16,7 @@ NETWORK = nn.Sequential(
 )
 GRAPH = trace(NETWORK, torch.zeros(1, 3, 16, 16), "stream")
 BUDGET = Flops(0.15)
-FIRST = {
-    "growing": 0.4, "shrinking": 2.0, "shrinking_frozen": 2.0, "shrinking_longer": 1.7, "shrinking_late": 1.5,
-}  # times the budget  # fmt: skip
+FIRST = {"first=0.4": 0.4, "first=1.5": 1.5, "first=2": 2.0, "frozen_first=2": 2.0}  # times the budget
 SEARCHES = [
     *("frozen", "cost_blind", "any_unit", "clipped_behind", "fine_search", "steady", "redundant", "centred", "half"),
     *("fourfold", *FIRST, "pull=0", "pull=1", "pull=2", "rate=0.25", "share=0.1", "rounds=4", "fine_search+pull=1"),

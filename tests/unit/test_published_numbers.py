@@ -48,18 +48,19 @@ def test_tables_of_runs_are_those_of_the_records(name: str) -> None:
     [
         ("vgg19-cifar10-10", "VGG-19, CIFAR-10, 10 %"),
         ("vgg19-cifar10-2", "VGG-19, CIFAR-10, 1.8 %"),
-        ("resnet32-cifar10-10", "ResNet-32, CIFAR-10, 10 %, a finer search"),
+        ("resnet32-cifar10-10", "ResNet-32, CIFAR-10, 10 %"),
         ("mobilenet_v1-tiny-25", "MobileNetV1, 16 classes of Tiny ImageNet, 25 %"),
     ],
 )
 def test_means_over_seeds_are_those_of_the_records(folder: str, label: str) -> None:
-    expected, seeds = [], 0
-    for method in ("narrow", "narrow-front_heavy", "slimstart"):
+    expected, seeds = [], []
+    for method in ("narrow", "narrow-single", "narrow-front_heavy", "slimstart"):
         files = sorted((REPOSITORY / "results" / folder).glob(f"{method}-seed*.json"))
         found = [records.read(file).accuracy for file in files]
         expected.append(f"{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}" if found else "")
-        seeds = max(seeds, len(found))
-    assert cells("README.md", label) == [[*expected, str(seeds)]]
+        seeds += [len(found)] if found else []
+    fewest, most = min(seeds), max(seeds)
+    assert cells("README.md", label) == [[*expected, str(most) if fewest == most else f"{fewest} to {most}"]]
 
 
 def mean(folder: str, method: str) -> float:
@@ -77,17 +78,16 @@ def test_sentences_say_what_the_records_say() -> None:
     ten, two, residual, tiny = better.values()
     assert f"{ten:.2f} points ahead of the hand-narrowed VGG-19 at 10 %, and {two:.2f} at 1.8 %" in how
     assert f"ResNet-32 at 10 % is {-residual:.2f} behind" in how
-    fine = mean("mobilenet_v1-tiny-25-fine", "slimstart") - mean("mobilenet_v1-tiny-25-fine", "narrow")
-    assert f"{tiny:.2f} ahead of the hand-narrowed MobileNetV1 at 25 % (in float32;" in how
-    assert f"in bfloat16, it was {fine:.2f})" in how
+    assert f"{tiny:.2f} ahead of the hand-narrowed MobileNetV1 at 25 %" in how
+    # The first is a tie, 0.645; it is rounded as the page of results does.
+    singles = [mean(folder, "slimstart") - mean(folder, "narrow-single") - 1e-6 for folder in list(better)[:2]]
+    assert f"{singles[0]:.2f} and {singles[1]:.2f} ([results]" in how
+    assert f"by {singles[0]:.2f}, {singles[1]:.2f} and {tiny:.2f} points where the network is plain" in readme
     behind, ahead = (
         mean(folder, "slimstart") - mean(folder, "narrow-front_heavy")
         for folder in ("vgg19-cifar10-10", "vgg19-cifar10-2")
     )
     assert f"is {-behind:.2f} points better at 10 % and {ahead:.2f} worse at 1.8 %" in how
-    alone = REPOSITORY / "results" / "vgg19-cifar10-10-alone"
-    seconds = [records.read(alone / f"{method}-seed0.json").train_seconds for method in ("narrow", "slimstart")]
-    assert f"takes {seconds[0]:.1f} s narrowed by hand and {seconds[1]:.1f} s with slimstart" in readme
     paper = records.read(REPOSITORY / "results" / "vgg16-cifar10-paper" / "slimstart-seed0.json")
     assert f"ends at {paper.accuracy:.2f} % with {100 * paper.flops_ratio:.1f} % of the FLOPs" in readme
 
@@ -108,12 +108,56 @@ def ablation(benchmark: str) -> dict[tuple[str, str, str], list[float]]:
     return found
 
 
-def test_what_may_be_rounding_is_what_the_start_of_a_search_is_ahead() -> None:
+def test_how_long_a_training_takes_is_what_was_measured() -> None:
+    readme, time = text("README.md"), text("docs/performance.md")
+
+    def seconds(folder: str, method: str) -> tuple[float, float]:
+        """Of training, and of building in it; means over runs."""
+        runs = [records.read(file) for file in (REPOSITORY / "results" / folder).glob(f"{method}*.json")]
+        training, building = ([run.train_seconds for run in runs], [run.building_seconds or 0.0 for run in runs])
+        return statistics.mean(training), statistics.mean(building)
+
+    narrow, _ = seconds("vgg19-cifar10-10-alone", "narrow")
+    ours, building = seconds("vgg19-cifar10-10-alone", "slimstart")
+    assert f"takes {narrow:.1f} s to train narrowed by hand and {ours:.1f} s with slimstart" in readme
+    assert f"{building:.1f} s of them to rebuild the network" in readme
+    assert f"take {ours:.1f} s, of which {building:.1f} s are building" in time
+    assert f"the hand-narrowed network takes {narrow:.1f} s (" in time
+    narrow, _ = seconds("mobilenet_v1-tiny-25-alone", "narrow")
+    ours, building = seconds("mobilenet_v1-tiny-25-alone", "slimstart")
+    assert f"takes {narrow:.1f} s and {ours:.1f} s, {building:.1f} s of them to rebuild" in readme
+    assert f"of {ours:.1f} s that 40 short epochs take with slimstart, {building:.1f} s are building" in time
+    assert f"the hand-narrowed network takes {narrow:.1f} s in all" in time
+
+
+def ahead(variant: str, model: str, budget: str, of: str = "narrow") -> float:
+    """By how many points a variant is ahead of another on validation images."""
     found = ablation("ablation")
-    own, narrow = (statistics.mean(found[name, "vgg19", "flops=0.1"]) for name in ("frozen", "narrow"))
-    how = text("docs/how-it-works.md")
-    assert f"Trained to the end it is {own - narrow:.2f} ahead, two seeds" in how
-    assert len(found["frozen", "vgg19", "flops=0.1"]) == 2
+    return statistics.mean(found[variant, model, budget]) - statistics.mean(found[of, model, budget])
+
+
+def test_narrow_is_better_as_the_start_of_a_search_is_rounded() -> None:
+    ten, two = (ahead("frozen", "vgg19", budget) for budget in ("flops=0.1", "flops=0.018"))
+    assert f"makes VGG-19 {ten:.2f} and {two:.2f} points better, at 10 and 1.8 %" in text("README.md")
+
+
+def test_a_larger_network_at_first_is_not_worth_it() -> None:
+    shrinking, how = ("first=2+share=0.3", "first=1.7+share=0.4", "first=1.5+share=0.6"), text("docs/how-it-works.md")
+    gains = [ahead(name, "vgg19", "flops=0.018", "equal_worth") for name in shrinking]
+    assert {f"gains {gain:.1f} points at 1.8 %, and only if" in how for gain in gains} == {True}
+    assert ahead("frozen_first=2+share=0.3", "vgg19", "flops=0.018", "frozen") < 0
+    assert max(ahead(name, "resnet32", "flops=0.1", "narrow+epochs=47") for name in shrinking) < 0.05
+    rows = [row for row in ablation_rows("ablation") if row["variant"] in shrinking]
+    costs = [100 * (row["train_cost"] / row["flops_ratio"] - 1) for row in rows]
+    assert f"costs {min(costs):.0f} to {max(costs):.0f} % more training" in how
+
+
+def test_forms_with_other_widths_are_alike() -> None:
+    with_step_3 = ("equal_worth", "pull=2", "pull=1", "centred", "centred+pull=2", "align=1", "fine_search", "staying")
+    forms = (*with_step_3, "clipped_behind", "front_heavy+align=1")
+    gains = [ahead(name, "vgg19", "flops=0.1") for name in forms]
+    assert "are within 0.3 points of each other" in text("docs/how-it-works.md")
+    assert max(gains) - min(gains) < 0.3
 
 
 def test_a_wide_first_layer_before_a_thin_one_is_worse() -> None:
@@ -142,6 +186,8 @@ def test_no_profile_by_hand_is_much_better() -> None:
     ("variant", "label"),
     [
         ("equal_worth", "the default: a pull of 8, a fifth of the training"),
+        ("pull=2", "a pull of 2"),
+        ("pull=1", "a pull of 1"),
         ("centred", "of gradients less their mean in step 3"),
         ("centred+pull=2", "of gradients less their mean in step 3, a pull of 2"),
         ("align=1", "single units, not multiples of 8"),
@@ -157,6 +203,13 @@ def test_no_profile_by_hand_is_much_better() -> None:
         ("redundant+pull=2+cost_blind", "without step 3, a pull of 2, and whatever a unit costs"),
         ("redundant+pull=2+any_unit", "without step 3, a pull of 2, and any unit leaves"),
         ("frozen", "the start of the search, trained to the end"),
+        ("first=2+share=0.3", "twice the budget at first, through 30 % of the training"),
+        ("first=1.7+share=0.4", "1.7 times the budget at first, through 40 %"),
+        ("first=1.5+share=0.6", "1.5 times the budget at first, through 60 %"),
+        ("frozen_first=2+share=0.3", "twice the budget at first, through 30 %, in equal shares"),
+        ("first=0.4+share=0.5+epochs=47", "0.4 times the budget at first, through 50 % of 47 epochs"),
+        ("narrow+epochs=47", "by hand: narrow for 47 epochs"),
+        ("narrow+align=1", "by hand: narrow in single units"),
         ("redundant+share=0.4+pull=1", "without step 3, a pull of 1, two fifths of the training"),
         ("redundant+share=0.1+pull=1", "without step 3, a pull of 1, a tenth"),
         ("anew+share=0.036+pull=1", "256 steps, a pull of 1, and training begins anew with fresh weights"),
