@@ -112,7 +112,6 @@ class SparseTraining:
         policy: what learns the structure.
         settled: whether the structure is fixed.
         num_steps: that have been taken.
-        engine: that steps run with; `reason` says why not with graphs.
         building_seconds: in which graphs were captured, networks built anew, and steps ran eagerly before.
 
     Raises:
@@ -190,13 +189,13 @@ class SparseTraining:
         self._held_steps = 0  # since the last draw
         self._backward = Backward(optimizer, max_grad_norm, scaler)
         self._wrapping = Wrapping(wrap)
-        engine = engine if wrap is None else "eager"
         self._watch: Watch | None = None
         if isinstance(self.policy, WatchingPolicy):
             self._watch = Watch(self.policy, self.graph, model, optimizer, examples)
-        parts = assemble(model, optimizer, self.graph, self.policy, self._backward, engine, align, self._place)
-        self.engine, self._networks, self._search, self._steps = parts.engine, parts.networks, parts.search, parts.steps
-        self._parts = parts
+        parts = assemble(
+            model, optimizer, self.graph, self.policy, self._backward, engine, align, self._place, wrap is not None
+        )
+        self._networks, self._search, self._steps, self._eager = parts.networks, parts.search, parts.steps, parts.eager
         self._watch_on(True)
         if fresh and self._watch is not None:  # only now: whatever can be refused has been
             suit_(model, self.graph.select(self.mask))
@@ -235,7 +234,7 @@ class SparseTraining:
         """
         self.num_examples = num_examples(batch) if count is None else count
         if self._steps is None:
-            return self._step_eagerly(loss_fn, batch, self.num_examples)
+            return self._step_eagerly(loss_fn, batch)
         self._check()
         began, before = time.perf_counter(), (self._networks.version, self._steps.num_captures)
         self._networks.net.follow_modes()
@@ -252,12 +251,12 @@ class SparseTraining:
             self.building_seconds += time.perf_counter() - began
         return loss
 
-    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any], count: float = 1) -> Tensor:
+    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
         self._networks.net.follow_modes()
         with undoing_statistics(self._networks.net.statistics), reporting():
             loss = loss_fn(self.net, *batch)
             reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
-            found = self._together.average([loss, *reference_losses], count, self._networks.net.module)
+            found = self._together.average([loss, *reference_losses], self.num_examples, self._networks.net.module)
             check_finite(self.num_steps, *found.losses, unchanged="weights and keep-probabilities are")
         with reporting():
             self._backward(loss if found.weight == 1 else found.weight * loss)
@@ -420,7 +419,12 @@ class SparseTraining:
     @property
     def reason(self) -> str | None:
         """Why steps run eagerly, where they do."""
-        return self._parts.reason if self._wrapping.wrap is None else "the network is wrapped"
+        return self._eager if self._steps is None else self._steps.reason
+
+    @property
+    def engine(self) -> str:
+        """What steps run with: "graphs", or "eager", also where a step could not be captured."""
+        return "graphs" if self.reason is None else "eager"
 
     @property
     def gradient_bytes(self) -> int:

@@ -27,22 +27,16 @@ class Assembly:
     """The parts of one search.
 
     Attributes:
-        engine: "eager" or "graphs".
         networks: of the present draw.
         search: which learns, draws, and exchanges the networks.
-        steps: captured ones; None where steps run eagerly.
+        steps: captured ones, or None.
+        eager: why there are none.
     """
 
-    engine: str
     networks: Networks
     search: Search
     steps: Steps | None
-    _reason: str | None
-
-    @property
-    def reason(self) -> str | None:
-        """Why steps run eagerly, where they do."""
-        return self._reason if self.steps is None else self.steps.reason
+    eager: str | None
 
 
 def assemble(
@@ -54,18 +48,20 @@ def assemble(
     engine: str,
     align: int | None,
     device: torch.device | None = None,
+    wrapped: bool = False,
 ) -> Assembly:
     """Put a search together, and begin it; arguments as for `SparseTraining`.
 
     Args:
         device: for the narrow networks, where the dense model is to stay on the host.
+        wrapped: whether something else runs in the place of the networks.
 
     Raises:
         ValueError: this engine cannot be had.
     """
     place = device or device_of(model)
     with _as_if_on(place, optimizer) if device is not None else nullcontext():
-        chosen, reason = choose(engine, optimizer, place)
+        chosen, reason = ("eager", "the network is wrapped") if wrapped else choose(engine, optimizer, place)
     watching = isinstance(policy, WatchingPolicy)  # its draws are few, and as wide as they should be
     if chosen == "graphs" and align == 1 and not watching:
         if engine == "graphs":
@@ -94,7 +90,7 @@ def assemble(
             if isinstance(policy, DevicePolicy) and policy.capturable:
                 search = DeviceSearch(policy, slots, losses, steps.ok, steps.side)
     search.begin()
-    return Assembly(chosen, networks, search, steps, reason)
+    return Assembly(networks, search, steps, reason)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ class PlainTraining:
         also: as for `Backward`.
 
     Attributes:
-        engine: "eager" or "graphs".
         num_steps: taken so far.
         num_examples: of the last step, over all ranks.
     """
@@ -55,11 +54,11 @@ class PlainTraining:
         self.ranks.broadcast_([*net.parameters(), *net.buffers()])
         self._backward = Backward(optimizer, max_grad_norm, scaler, also)
         device = next(net.parameters()).device
-        self.engine, self._reason = choose(engine if self.ranks.size == 1 else "eager", optimizer, device)
+        chosen, self._eager = choose(engine if self.ranks.size == 1 else "eager", optimizer, device)
         self._steps: Steps | None = None
-        if self.engine == "eager":
+        if chosen == "eager":
             optimizer.register_load_state_dict_post_hook(unfuse)
-        if self.engine == "graphs":
+        else:
             losses = torch.zeros(1, dtype=torch.float64, device=device)
             subject = _Subject(net)
             self._steps = Steps(subject, self._backward, losses, fuse)
@@ -68,7 +67,12 @@ class PlainTraining:
     @property
     def reason(self) -> str | None:
         """Why steps run eagerly, where they do."""
-        return self._reason if self._steps is None else self._steps.reason
+        return self._eager if self._steps is None else self._steps.reason
+
+    @property
+    def engine(self) -> str:
+        """What steps run with: "graphs", or "eager", also where a step could not be captured."""
+        return "graphs" if self.reason is None else "eager"
 
     def step(self, loss_fn: LossFunction, *batch: Any) -> Tensor:
         """One step of gradient descent; returns the detached loss.

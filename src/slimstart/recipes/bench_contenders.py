@@ -96,10 +96,15 @@ class Plain:
         self._batch = task.batch(way.channels_last)
         if way.kind == "compile":
             self.network.compile(dynamic=False)  # widths are constants: code for any width would be slower
-        engine = "eager" if way.kind == "eager" or task.device.type == "cpu" else "graphs"
-        self.training = PlainTraining(self.network, self.optimizer, engine=engine, fuse=way.kind == "fused")
+        self._engine = "eager" if way.kind == "eager" or task.device.type == "cpu" else "graphs"
+        self.training = PlainTraining(self.network, self.optimizer, engine=self._engine, fuse=way.kind == "fused")
         self.step_ms = warm_up(self.step, task.device, WARM_UP)
         self.peak_memory = memory.peak(self.step)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it does not run in this way after all."""
+        return self.training.reason if self._engine == "graphs" else None
 
     def step(self) -> None:
         self.training.step(self._loss, *self._batch)
@@ -119,8 +124,8 @@ def every_way(network: nn.Module, task: Task, compiled: bool) -> dict[str, Plain
                 raise
             logger.warning("torch.compile does not work here, and is left out: %s", str(error).partition("\n")[0])
             continue
-        if plain.training.engine == "graphs" and plain.training.reason is not None:
-            logger.warning("%s is left out: %s", way.name, plain.training.reason)
+        if plain.problem is not None:
+            logger.warning("%s is left out: %s", way.name, plain.problem)
         else:
             found[way.name] = plain
     return found

@@ -48,8 +48,7 @@ class Stage:
 
     @property
     def engine(self) -> str:
-        """Also "eager" where a step could not be captured."""
-        return self._training.engine if self._training.reason is None else "eager"
+        return self._training.engine
 
     def step(self, loss_fn: Callable[..., Tensor], images: Tensor, labels: Tensor, ledger: Ledger) -> Tensor:
         """One step, entered into the ledger."""

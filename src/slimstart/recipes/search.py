@@ -56,7 +56,7 @@ class Search:
             full_model_device=recipe.full_model_device,
             policy=recipe.policy,
         )
-        self.graph, self.engine = self.sparse.graph, self.sparse.engine
+        self.graph = self.sparse.graph
         self.ledger = Ledger()
         self._nominal = Flops(1.0).bind(self.graph.costs)
         self._first: FirstLayers = first_layers(model, example.to(device_of(model)))
@@ -72,6 +72,10 @@ class Search:
     @property
     def expected_cost(self) -> float:
         return self.sparse.expected_cost
+
+    @property
+    def engine(self) -> str:
+        return self.sparse.engine
 
     @property
     def building_seconds(self) -> float | None:

@@ -57,8 +57,7 @@ class MaskedLosses:
         self._batch: list[Tensor] = []
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         # A forward of a small network takes a GPU less time than its launch takes the host.
-        captured = sparse.engine == "graphs" and sparse.reason is None
-        self._forward = Graphed(self._run) if captured else self._run
+        self._forward = Graphed(self._run) if sparse.engine == "graphs" else self._run
 
     def __call__(self, masks: Tensor, batch: Batch, seed: int) -> Tensor:
         """The losses (n,), float64 on the CPU, of raw draws (n, U); the host waits once, at the end.
