@@ -7,7 +7,7 @@ from slimstart import models, trace
 from slimstart.accounting import flops
 from slimstart.baselines import front_heavy, narrow, uniform_mask
 from slimstart.errors import BudgetError
-from slimstart.structure import Budget, Channels, EqualWorth, Flops, Params
+from slimstart.structure import Budget, Channels, Flops, Params
 from tests.zoo import ZOO
 
 GRAPHS = {
@@ -98,21 +98,7 @@ def test_widths_in_multiples_where_the_budget_allows_them(align: int) -> None:
     assert all(width % (2 * align) == 0 for width, size in zip(widths, sizes, strict=True) if size >= 32 * align)
     bound = budget.bind(graph.costs)
     assert 0.97 * bound.limit < bound.cost(mask) <= bound.limit
-    few = Flops(0.003).bind(graph.costs)  # too few for that
-    assert 0.95 * few.limit < few.cost(uniform_mask(graph, Flops(0.003), align)) <= few.limit
-
-
-@pytest.mark.parametrize("align", [1, 8])
-@pytest.mark.parametrize("budget", [Flops(0.1), Flops(0.02), Params(0.2), Channels(0.3)], ids=str)
-@pytest.mark.parametrize("model", ["vgg19", "resnet32"])
-def test_a_search_starts_from_it(model: str, budget: Budget, align: int) -> None:
-    graph = trace(models.build(model, num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
-    start = EqualWorth(graph.costs, budget, align=align).draw()[0]
-    by_hand = uniform_mask(graph, budget, align)
-    if align > 1:
-        assert torch.equal(start, by_hand)
-    else:  # what rounding leaves is given out there
-        assert bool((start >= by_hand).all())
+    assert torch.equal(uniform_mask(graph, Flops(0.003), align), uniform_mask(graph, Flops(0.003)))  # too few for that
 
 
 def test_a_narrow_network_lies_in_memory_like_its_dense_one() -> None:

@@ -13,9 +13,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from slimstart.baselines.pruning import group_sizes, largest_within
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget, Budget
-from slimstart.structure.fitting import Fit, whole
+from slimstart.structure.fitting import steps
 from slimstart.subnet import compact_fresh
 
 FRONT_HEAVY = (2.0, 0.5)  # times the common share, of the first group and of the last
@@ -32,18 +33,36 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1, profile: T
 
     Args:
         profile: (G,), by which the shares of groups differ instead.
-        align: large groups keep a multiple of so many units, because GPUs are slow at others (`whole`).
+        align: large groups keep a multiple of so many units (`steps`), because GPUs are slow at others; what rounding
+            leaves of the budget is given out to one group after the other.
 
     Raises:
         BudgetError: one unit per group is too much already.
     """
     bound: BoundBudget = budget.bind(graph.costs)
-    fit = Fit(bound, graph.costs)
-    shares = fit.sizes if profile is None else fit.sizes * profile
-    widths = fit(shares.double().log()[None])[0].exp()
+    group = graph.costs.unit_group
+    sizes = group_sizes(graph)
+    wanted = sizes if profile is None else sizes * profile
+    step = steps(sizes, align)
+    rank = torch.arange(graph.num_units) - (torch.cumsum(sizes, 0) - sizes)[group]
+
+    def mask(widths: Tensor) -> Tensor:
+        return rank < torch.minimum(widths, sizes)[group]
+
+    def of_share(share: float) -> Tensor:
+        return mask((share * wanted / step).round().clamp(min=1) * step)
+
+    if bound.cost(of_share(0.0)) > bound.limit:  # of one unit per group it is not: that would have been refused
+        return uniform_mask(graph, budget, profile=profile)
+    found = largest_within(bound, of_share)
     if align > 1:
-        widths = whole(widths, fit.sizes, align, lambda tried: bound.cost(fit.masks(tried)), bound.limit)
-    return fit.masks(widths)
+        widths = torch.bincount(group[found])
+        for narrowest in torch.argsort(widths / wanted, stable=True).tolist():
+            wider = widths.index_add(0, torch.tensor([narrowest]), step[[narrowest]])
+            if bound.cost(mask(wider)) <= bound.limit:
+                widths = torch.minimum(wider, sizes)
+        found = mask(widths)
+    return found
 
 
 def narrow(
