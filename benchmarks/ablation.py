@@ -88,9 +88,11 @@ class Gradual(EqualWorth):
     @contextlib.contextmanager
     def _as_far_as_now(self) -> Iterator[None]:
         in_the_end, way = self.budget.limit, (self.num_rounds + self._begun) / self.rounds
-        self.budget.limit = self._fit._limit = in_the_end * (self.first + (1 - self.first) * way)
-        yield
-        self.budget.limit = self._fit._limit = in_the_end
+        self.budget.limit = in_the_end * (self.first + (1 - self.first) * way)
+        try:
+            yield
+        finally:
+            self.budget.limit = in_the_end
 
 
 class GradualFrozen(Gradual, Frozen):

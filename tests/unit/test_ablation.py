@@ -16,7 +16,9 @@ NETWORK = nn.Sequential(
 )
 GRAPH = trace(NETWORK, torch.zeros(1, 3, 16, 16), "stream")
 BUDGET = Flops(0.15)
-FIRST = {"first=0.4": 0.4, "first=1.5": 1.5, "first=2": 2.0, "frozen_first=2": 2.0}  # times the budget
+FIRST = {  # times the budget
+    name: float(variant.settings["first"]) for name, variant in ablation.VARIANTS.items() if "first" in variant.settings
+}
 SEARCHES = [
     *("frozen", "cost_blind", "any_unit", "clipped_behind", "fine_search", "steady", "redundant", "centred", "half"),
     *("fourfold", *FIRST, "pull=0", "pull=1", "pull=2", "rate=0.25", "share=0.1", "rounds=4", "fine_search+pull=1"),
@@ -61,6 +63,10 @@ def test_a_fine_search_is_coarse_in_the_end():
     assert fine[:-1] == single[:-1]
     assert fine[-1] != single[-1]
     assert fine[0] != coarse[0]
+
+
+def test_in_equal_shares_another_budget_at_first_ends_where_the_start_is() -> None:
+    assert search("frozen_first=2")[-1] == search("frozen")[-1]
 
 
 def test_two_policies_in_one_run_are_refused():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, RMSprop
 
+from slimstart import Flops, SparseTraining
 from slimstart.engine import Backward, PlainTraining, choose
 from slimstart.engine.capture import is_scarce
 from slimstart.engine.graphs import _Same
@@ -127,6 +128,27 @@ def test_plain_training_is_plain_and_clips(make) -> None:  # type: ignore[no-unt
         torch.testing.assert_close(ours.weight, reference.weight)
         nets.append(ours.weight.detach())
     assert not torch.allclose(nets[0], nets[1])
+
+
+class Refusing:
+    """Steps of which none can be captured."""
+
+    num_captures, failed, reason = 0, False, "the step cannot be captured"
+
+    def find(self, *_: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize("policy", ["equal_worth", "paper"])
+def test_steps_that_cannot_be_captured_are_eager_and_count_their_examples(policy: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(6, 4)
+    sparse = SparseTraining(model, SGD(model.parameters(), lr=0.1), x, Flops(0.5), policy=policy)
+    sparse._steps = Refusing()  # type: ignore[assignment]
+    for count in (None, 5):
+        sparse.step(lambda net, x: net(x).square().mean(), x, count=count)
+        assert sparse.num_examples == (count or 6)
+    assert (sparse.engine, sparse.reason) == ("eager", Refusing.reason)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ def test_narrow_networks_far_away_say_nothing() -> None:
     assert table(runs)["slimstart"]["narrow, %"] == "88.00 (+2.00 at 9.70 % FLOPs)"
     runs.append(run("narrow", 89.0, 0.097, budget="flops=0.0971"))  # as near, and better
     assert table(runs)["slimstart"]["narrow, %"] == "89.00 (+1.00 at 9.70 % FLOPs)"
+    runs += [run("narrow", 87.0, 0.1), run("narrow", 87.5, 0.099, budget="flops=0.099")]  # of equal FLOPs, within 2 %
+    assert table(runs)["slimstart"]["narrow, %"] == "87.50 (+2.50)"
 
 
 def test_a_profile_by_hand_is_not_the_narrow_network() -> None:

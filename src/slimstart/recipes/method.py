@@ -97,5 +97,5 @@ def sgd(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def alignment(recipe: Recipe, device: torch.device, engine: str) -> int:
-    """Widths of a network that is narrowed by hand are multiples of this, as those of a search are."""
+    """Widths of a network that is narrowed by hand are multiples of this, where that makes it faster."""
     return recipe.align or (8 if device.type == "cuda" and engine != "eager" else 1)

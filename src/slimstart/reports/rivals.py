@@ -43,9 +43,9 @@ class Line:
 
     @property
     def narrow(self) -> Row | None:
-        """The hand-narrowed network of about as many FLOPs."""
+        """The hand-narrowed network of about as many FLOPs: of those that have as many, the best."""
         near = [one for one in self.near(NEAR) if _is_narrow(one)] if _is_found(self.row) else []
-        return min(near, key=lambda one: (apart(one.flops, self.row.flops), -one.accuracy), default=None)
+        return min(near, key=lambda one: (max(SAME, apart(one.flops, self.row.flops)), -one.accuracy), default=None)
 
     @property
     def paper_epochs(self) -> tuple[int, int] | None:

@@ -45,7 +45,7 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.structure.budgets import BoundBudget, Budget
-from slimstart.structure.fitting import Fit, whole
+from slimstart.structure.fitting import Fit
 from slimstart.structure.participation import participation
 
 logger = logging.getLogger(__name__)
@@ -207,12 +207,7 @@ class EqualWorth:
         order = order[torch.argsort(self._group[order], stable=True)]
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order)) - (torch.cumsum(self._sizes, 0) - self._sizes)[self._group[order]]
-
-        def cost(widths: Tensor) -> float:
-            return self.budget.cost(self._fit.masks(widths, rank))
-
-        widths = whole(self._log_widths.exp(), self._sizes, self.align, cost, self.budget.limit)
-        return self._fit.masks(widths, rank)
+        return self._fit.whole_mask(self._log_widths.exp(), self.align, rank)
 
     def update(self, losses: Tensor) -> None:
         """Losses say nothing here: one network is not compared with another."""

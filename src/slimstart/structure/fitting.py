@@ -22,7 +22,7 @@ class Fit(Tables):
     ROUNDS, POINTS = 5, 16
 
     def __init__(self, budget: BoundBudget, table: CostTable) -> None:
-        self._budget, self._limit = budget, budget.limit
+        self._budget = budget
         self.group = torch.unique(table.unit_group.cpu(), return_inverse=True)[1]
         self.sizes = torch.bincount(self.group)
         self._rank = torch.arange(table.num_units) - (torch.cumsum(self.sizes, 0) - self.sizes)[self.group]
@@ -38,6 +38,14 @@ class Fit(Tables):
         rank = self._rank if rank is None else rank
         return rank < widths.round().clamp(min=1)[..., self.group]
 
+    def whole_mask(self, wanted: Tensor, align: int = 1, rank: Tensor | None = None) -> Tensor:
+        """(U,): the mask of `whole` widths near those that are wanted, (G,); `rank` as for `masks`. Not for graphs."""
+
+        def cost(widths: Tensor) -> float:
+            return self._budget.cost(self.masks(widths, rank))
+
+        return self.masks(whole(wanted, self.sizes, align, cost, self._budget.limit), rank)
+
     def __call__(self, log_widths: Tensor, held: Tensor | None = None) -> Tensor:
         """(n, G) -> (n, G): the same log-widths, moved by one number each, so that their networks fill the budget.
 
@@ -51,7 +59,7 @@ class Fit(Tables):
             tried = low + span * self._points
             widths = self._within(log_widths[:, None] + tried[..., None] * moved).exp()
             costs = self._budget.expected(self.masks(widths))
-            fits = (costs <= self._limit).long()
+            fits = (costs <= self._budget.limit).long()
             last = fits[:, 1:].cumprod(1).sum(1, keepdim=True)
             low, span = tried.gather(1, last), span / (self.POINTS - 1)
         return self._within(log_widths + low * moved)

@@ -27,7 +27,7 @@ from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.structure.adam import Adam, AdamState
 from slimstart.structure.budgets import BoundBudget, Budget
-from slimstart.structure.fitting import Fit, whole
+from slimstart.structure.fitting import Fit
 
 SIGMA = 0.2
 LR = 0.03
@@ -147,11 +147,7 @@ class NestedWidths:
 
     def best_guess(self) -> Tensor:
         """The network of the present widths, with what rounding has left of the budget given out."""
-
-        def cost(widths: Tensor) -> float:
-            return self.budget.cost(self._host_fit.masks(widths))
-
-        return self._host_fit.masks(whole(self._mu.cpu().exp(), self._host_fit.sizes, 1, cost, self.budget.limit))
+        return self._host_fit.whole_mask(self._mu.cpu().exp())
 
     def candidates(self, n: int) -> Tensor:
         """(1, U): there is one network to settle on, whatever is asked for."""
