@@ -79,10 +79,10 @@ def test_sentences_say_what_the_records_say() -> None:
     assert f"{ten:.2f} points ahead of the hand-narrowed VGG-19 at 10 %, and {two:.2f} at 1.8 %" in how
     assert f"ResNet-32 at 10 % is {-residual:.2f} behind" in how
     assert f"{tiny:.2f} ahead of the hand-narrowed MobileNetV1 at 25 %" in how
-    # The first is a tie, 0.645; it is rounded as the page of results does.
-    singles = [mean(folder, "slimstart") - mean(folder, "narrow-single") - 1e-6 for folder in list(better)[:2]]
-    assert f"{singles[0]:.2f} and {singles[1]:.2f} ([results]" in how
-    assert f"by {singles[0]:.2f}, {singles[1]:.2f} and {tiny:.2f} points where the network is plain" in readme
+    singles = [mean(folder, "slimstart") - mean(folder, "narrow-single") for folder in list(better)[:2]]
+    assert f"{singles[0]:.1f} and {singles[1]:.1f} ahead of the hand-narrowed one in single units" in how
+    assert f"{singles[0]:.1f} and {singles[1]:.1f} points ahead of hand-narrowed in single units" in readme
+    assert f"for MobileNetV1, {tiny:.1f} points ahead of hand-narrowed" in readme
     behind, ahead = (
         mean(folder, "slimstart") - mean(folder, "narrow-front_heavy")
         for folder in ("vgg19-cifar10-10", "vgg19-cifar10-2")
@@ -120,14 +120,15 @@ def test_how_long_a_training_takes_is_what_was_measured() -> None:
     narrow, _ = seconds("vgg19-cifar10-10-alone", "narrow")
     ours, building = seconds("vgg19-cifar10-10-alone", "slimstart")
     assert f"takes {narrow:.1f} s to train narrowed by hand and {ours:.1f} s with slimstart" in readme
-    assert f"{building:.1f} s of them to rebuild the network" in readme
     assert f"take {ours:.1f} s, of which {building:.1f} s are building" in time
     assert f"the hand-narrowed network takes {narrow:.1f} s (" in time
     narrow, _ = seconds("mobilenet_v1-tiny-25-alone", "narrow")
     ours, building = seconds("mobilenet_v1-tiny-25-alone", "slimstart")
-    assert f"takes {narrow:.1f} s and {ours:.1f} s, {building:.1f} s of them to rebuild" in readme
-    assert f"of {ours:.1f} s that 40 short epochs take with slimstart, {building:.1f} s are building" in time
-    assert f"the hand-narrowed network takes {narrow:.1f} s in all" in time
+    assert f"The MobileNetV1 takes {narrow:.1f} s and {ours:.1f} s (one run)" in readme
+    assert f"take {ours:.1f} s, of which {building:.1f} s are building" in time
+    (run,) = (REPOSITORY / "results" / "mobilenet_v1-tiny-25-alone").glob("narrow*.json")
+    first = records.read(run).history[0].seconds
+    assert f"the hand-narrowed network takes {narrow:.1f} s, of which its first epoch takes {first:.1f} s" in time
 
 
 def ahead(variant: str, model: str, budget: str, of: str = "narrow") -> float:
@@ -136,28 +137,47 @@ def ahead(variant: str, model: str, budget: str, of: str = "narrow") -> float:
     return statistics.mean(found[variant, model, budget]) - statistics.mean(found[of, model, budget])
 
 
-def test_narrow_is_better_as_the_start_of_a_search_is_rounded() -> None:
-    ten, two = (ahead("frozen", "vgg19", budget) for budget in ("flops=0.1", "flops=0.018"))
-    assert f"makes VGG-19 {ten:.2f} and {two:.2f} points better, at 10 and 1.8 %" in text("README.md")
+def test_what_may_be_rounding_is_what_the_start_of_a_search_is_ahead() -> None:
+    budgets, how, readme = ("flops=0.1", "flops=0.018"), text("docs/how-it-works.md"), text("README.md")
+    start = [ahead("frozen", "vgg19", budget) for budget in budgets]
+    ours = [ahead("equal_worth", "vgg19", budget, "frozen") for budget in budgets]
+    assert f"that start is {start[0]:.2f} points ahead of it at 10 %, less than seeds differ, and {start[1]:.2f}" in how
+    assert f"so ours is {ours[0]:.2f} and {ours[1]:.2f} ahead of its own start" in how
+    assert f"that start of VGG-19 is {ours[0]:.2f} and {ours[1]:.2f} points behind ours" in readme
+    assert {len(ablation("ablation")["frozen", "vgg19", budget]) for budget in budgets} == {5}
 
 
-def test_a_larger_network_at_first_is_not_worth_it() -> None:
+def test_a_larger_network_at_first_gains_what_is_said() -> None:
     shrinking, how = ("first=2+share=0.3", "first=1.7+share=0.4", "first=1.5+share=0.6"), text("docs/how-it-works.md")
-    gains = [ahead(name, "vgg19", "flops=0.018", "equal_worth") for name in shrinking]
-    assert {f"gains {gain:.1f} points at 1.8 %, and only if" in how for gain in gains} == {True}
+    two, ten, residual = (
+        [ahead(name, *where, "equal_worth") for name in shrinking]
+        for where in (("vgg19", "flops=0.018"), ("vgg19", "flops=0.1"), ("resnet32", "flops=0.1"))
+    )
+    assert {f"gains {gain:.1f} points at 1.8 %, and only if" in how for gain in two} == {True}
+    assert f"at 10 % it gains {max(ten):.1f} at most, and nothing with ResNet-32" in how
+    assert statistics.mean(residual) < 0
     assert ahead("frozen_first=2+share=0.3", "vgg19", "flops=0.018", "frozen") < 0
-    assert max(ahead(name, "resnet32", "flops=0.1", "narrow+epochs=47") for name in shrinking) < 0.05
     rows = [row for row in ablation_rows("ablation") if row["variant"] in shrinking]
     costs = [100 * (row["train_cost"] / row["flops_ratio"] - 1) for row in rows]
     assert f"costs {min(costs):.0f} to {max(costs):.0f} % more training" in how
 
 
 def test_forms_with_other_widths_are_alike() -> None:
-    with_step_3 = ("equal_worth", "pull=2", "pull=1", "centred", "centred+pull=2", "align=1", "fine_search", "staying")
-    forms = (*with_step_3, "clipped_behind", "front_heavy+align=1")
+    """All that were tried but for those that change step 3, or the budget, or are of former commits without it."""
+    others = ("narrow", "redundant", "half", "fourfold", "anew", "frozen", "first=")
+    found = [name for name, model, budget in ablation("ablation") if (model, budget) == ("vgg19", "flops=0.1")]
+    forms = [name for name in found if not name.startswith(others)]
     gains = [ahead(name, "vgg19", "flops=0.1") for name in forms]
+    assert len(forms) >= 10
     assert "are within 0.3 points of each other" in text("docs/how-it-works.md")
     assert max(gains) - min(gains) < 0.3
+
+
+def test_step_3_adds_what_is_said() -> None:
+    pairs = (("equal_worth", "redundant"), ("pull=2", "redundant+pull=2"), ("pull=1", "redundant+pull=1"))
+    ten, two = ([ahead(a, "vgg19", budget, b) for a, b in pairs] for budget in ("flops=0.1", "flops=0.018"))
+    assert f"Step 3 adds {min(ten):.1f} to {max(ten):.1f} points at 10 %" in text("docs/how-it-works.md")
+    assert max(map(abs, two)) < 0.2
 
 
 def test_a_wide_first_layer_before_a_thin_one_is_worse() -> None:
