@@ -77,7 +77,7 @@ def test_sentences_say_what_the_records_say() -> None:
     }
     ten, two, residual, tiny = better.values()
     assert f"{ten:.2f} points ahead of the hand-narrowed VGG-19 at 10 %, and {two:.2f} at 1.8 %" in how
-    assert f"ResNet-32 at 10 % is {-residual:.2f} behind" in how
+    assert f"ResNet-32 at 10 % is {-residual:.2f} behind" in text("docs/widths.md")
     assert f"{tiny:.2f} ahead of the hand-narrowed MobileNetV1 at 25 %" in how
     singles = [mean(folder, "slimstart") - mean(folder, "narrow-single") for folder in list(better)[:2]]
     assert f"{singles[0]:.1f} and {singles[1]:.1f} ahead of the hand-narrowed one in single units" in how
@@ -138,28 +138,30 @@ def ahead(variant: str, model: str, budget: str, of: str = "narrow") -> float:
 
 
 def test_what_may_be_rounding_is_what_the_start_of_a_search_is_ahead() -> None:
-    budgets, how, readme = ("flops=0.1", "flops=0.018"), text("docs/how-it-works.md"), text("README.md")
+    budgets, widths, readme = ("flops=0.1", "flops=0.018"), text("docs/widths.md"), text("README.md")
     start = [ahead("frozen", "vgg19", budget) for budget in budgets]
     ours = [ahead("equal_worth", "vgg19", budget, "frozen") for budget in budgets]
-    assert f"that start is {start[0]:.2f} points ahead of it at 10 %, less than seeds differ, and {start[1]:.2f}" in how
-    assert f"so ours is {ours[0]:.2f} and {ours[1]:.2f} ahead of its own start" in how
+    assert (
+        f"that start is {start[0]:.2f} points ahead of it at 10 %, less than seeds differ, and {start[1]:.2f}" in widths
+    )
+    assert f"so ours is {ours[0]:.2f} and {ours[1]:.2f} ahead of its own start" in widths
     assert f"that start of VGG-19 is {ours[0]:.2f} and {ours[1]:.2f} points behind ours" in readme
     assert {len(ablation("ablation")["frozen", "vgg19", budget]) for budget in budgets} == {5}
 
 
 def test_a_larger_network_at_first_gains_what_is_said() -> None:
-    shrinking, how = ("first=2+share=0.3", "first=1.7+share=0.4", "first=1.5+share=0.6"), text("docs/how-it-works.md")
+    shrinking, widths = ("first=2+share=0.3", "first=1.7+share=0.4", "first=1.5+share=0.6"), text("docs/widths.md")
     two, ten, residual = (
         [ahead(name, *where, "equal_worth") for name in shrinking]
         for where in (("vgg19", "flops=0.018"), ("vgg19", "flops=0.1"), ("resnet32", "flops=0.1"))
     )
-    assert {f"gains {gain:.1f} points at 1.8 %, and only if" in how for gain in two} == {True}
-    assert f"at 10 % it gains {max(ten):.1f} at most, and nothing with ResNet-32" in how
+    assert {f"gains {gain:.1f} points at 1.8 %, and only if" in widths for gain in two} == {True}
+    assert f"at 10 % it gains {max(ten):.1f} at most, and nothing with ResNet-32" in widths
     assert statistics.mean(residual) < 0
     assert ahead("frozen_first=2+share=0.3", "vgg19", "flops=0.018", "frozen") < 0
     rows = [row for row in ablation_rows("ablation") if row["variant"] in shrinking]
     costs = [100 * (row["train_cost"] / row["flops_ratio"] - 1) for row in rows]
-    assert f"costs {min(costs):.0f} to {max(costs):.0f} % more training" in how
+    assert f"costs {min(costs):.0f} to {max(costs):.0f} % more training" in widths
 
 
 def test_forms_with_other_widths_are_alike() -> None:
@@ -169,14 +171,14 @@ def test_forms_with_other_widths_are_alike() -> None:
     forms = [name for name in found if not name.startswith(others)]
     gains = [ahead(name, "vgg19", "flops=0.1") for name in forms]
     assert len(forms) >= 10
-    assert "are within 0.3 points of each other" in text("docs/how-it-works.md")
+    assert "are within 0.3 points of each other" in text("docs/widths.md")
     assert max(gains) - min(gains) < 0.3
 
 
 def test_step_3_adds_what_is_said() -> None:
     pairs = (("equal_worth", "redundant"), ("pull=2", "redundant+pull=2"), ("pull=1", "redundant+pull=1"))
     ten, two = ([ahead(a, "vgg19", budget, b) for a, b in pairs] for budget in ("flops=0.1", "flops=0.018"))
-    assert f"Step 3 adds {min(ten):.1f} to {max(ten):.1f} points at 10 %" in text("docs/how-it-works.md")
+    assert f"Step 3 adds {min(ten):.1f} to {max(ten):.1f} points at 10 %" in text("docs/widths.md")
     assert max(map(abs, two)) < 0.2
 
 
@@ -186,19 +188,19 @@ def test_a_wide_first_layer_before_a_thin_one_is_worse() -> None:
         statistics.mean(row["accuracy"] for row in rows if row["widths"][:2] in widths)
         for widths in ([[16, 8], [16, 9], [16, 10]], [[8, 16]])
     )
-    how = text("docs/how-it-works.md")
-    assert "networks with 16 and 8 to 10 of them are worse than those with 8 and 16" in how
-    assert f"by {better - worse:.1f} points in the mean" in how
+    document = text("docs/widths.md")
+    assert "networks with 16 and 8 to 10 of them are worse than those with 8 and 16" in document
+    assert f"by {better - worse:.1f} points in the mean" in document
 
 
 def test_no_profile_by_hand_is_much_better() -> None:
     narrow = statistics.mean(ablation("ablation")["narrow", "resnet32", "flops=0.1"])
     found = {name: values for (name, model, _), values in ablation("profiles").items() if model == "resnet32"}
     better = [statistics.mean(values) - narrow for name, values in found.items() if name not in ("uniform", TWICE)]
-    how = text("docs/how-it-works.md")
-    assert "of sixteen profiles" in how
+    widths = text("docs/widths.md")
+    assert "of sixteen profiles" in widths
     assert len(better) == 16
-    assert f"the best is {max(better):.1f} ahead on validation images" in how
+    assert f"the best is {max(better):.1f} ahead on validation images" in widths
     assert sum(abs(one) < 0.3 for one in better) > len(better) / 2
 
 
@@ -241,7 +243,7 @@ def test_the_choice_of_settings_is_that_of_the_records(variant: str, label: str)
     for model, budget in (("vgg19", "flops=0.1"), ("vgg19", "flops=0.018"), ("resnet32", "flops=0.1")):
         own, narrow = found.get((variant, model, budget)), found["narrow", model, budget]
         expected.append(f"{statistics.mean(own) - statistics.mean(narrow):+.2f}".replace("-", "−") if own else "")
-    assert cells("docs/how-it-works.md", label) == [expected]
+    assert cells("docs/widths.md", label) == [expected]
 
 
 @pytest.mark.parametrize(("policy", "label"), [("equal_worth", "equal worth"), ("paper", "paper")])
