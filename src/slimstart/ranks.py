@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -211,6 +211,11 @@ def running_statistics(net: nn.Module, training: bool = True) -> list[Tensor]:
 def num_examples(batch: Sequence[Any]) -> int:
     """The length of the first tensor of a batch."""
     return next((len(one) for one in batch if isinstance(one, Tensor) and one.dim() > 0), 1)
+
+
+def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Of the gradients of a step, which is what ranks exchange."""
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from slimstart.engine.wrapping import Wrap, Wrapping
 from slimstart.errors import TraceError
 from slimstart.finishing import finished, first_batches, least_loss
 from slimstart.graph import ChannelGraph
-from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
+from slimstart.ranks import gradient_bytes, num_examples, ranks_of, reporting, running_statistics
 from slimstart.structure import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
 from slimstart.structure.naming import COUPLING, default_window
 from slimstart.subnet import Executed, Traffic, has_learned, recalibrate, suit_, trace_verified
@@ -222,11 +222,11 @@ class SparseTraining:
         """One step of training; returns the detached loss, of several ranks their mean.
 
         Args:
-            count: of examples that the loss is a mean over, where ranks may have more or fewer; by default, the length
-                of the first tensor of the batch.
             loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because that changes, and
                 because in Algorithm 1 two of them see the same batch. In CUDA graphs Python runs only while a step is
                 captured: what may change from step to step must be a tensor in the batch.
+            count: of examples that the loss is a mean over, where ranks may have more or fewer; by default, the length
+                of the first tensor of the batch.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
@@ -400,12 +400,6 @@ class SparseTraining:
         return self.graph.costs.at_least_one(self._networks.masks[0].cpu())
 
     @property
-    def reference_masks(self) -> Tensor:
-        """m': the other masks of the draw, one row each; none where no reference is needed."""
-        masks = self._networks.masks.cpu()
-        return masks[1:].clone() if self.needs_reference else masks[:0]
-
-    @property
     def executed(self) -> Executed:
         """What the next step runs, zeros of padding included."""
         found = self._networks.executed
@@ -429,12 +423,12 @@ class SparseTraining:
     @property
     def gradient_bytes(self) -> int:
         """Of the gradients of a step, which is what ranks exchange: those of the narrow network."""
-        return sum(p.numel() * p.element_size() for p in self._networks.net.module.parameters() if p.requires_grad)
+        return gradient_bytes(self._networks.net.module.parameters())
 
     @property
     def dense_gradient_bytes(self) -> int:
         """The same for the dense model."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        return gradient_bytes(self.model.parameters())
 
     @property
     def traffic(self) -> Traffic:

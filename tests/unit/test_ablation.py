@@ -33,12 +33,11 @@ def search(name: str) -> list[list[int]]:
     bound, same = BUDGET.bind(GRAPH.costs), torch.linspace(0, 3, GRAPH.num_units)
     change = ablation.change_of(name)
     with change.in_place():
-        settings = dict.fromkeys(("estimator", "alpha", "structure_lr", "sampling"))
         window = naming.default_window("equal_worth", 1600)
+        align = change.recipe.get("align")
         policy = naming.make_policy(
-            "equal_worth", GRAPH.costs, BUDGET, total_steps=1600, resample_every=window, seed=0,
-            align=change.recipe.get("align"), **settings,
-        )  # fmt: skip
+            "equal_worth", GRAPH.costs, BUDGET, resample_every=window, total_steps=1600, align=align
+        )
         found = []
         while True:
             mask = policy.draw()[0]

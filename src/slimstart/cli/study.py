@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimstart.cli.display import TrainingDisplay, console, show_table
-from slimstart.cli.options import RecipeName, chosen, given, where, with_training_options
+from slimstart.cli.options import RecipeName, chosen, given, split, where, with_training_options
 
 if TYPE_CHECKING:
     from slimstart.study_records import Study
@@ -46,7 +46,7 @@ def variance(
     from slimstart.recipes.study_settings import VarianceSettings
     from slimstart.recipes.surroundings import Place
 
-    names = tuple(part.strip() for part in estimators.split(",") if part.strip())
+    names = split(estimators)
     settings = VarianceSettings(names, batches, draws, seed)
     place = Place(device, data_dir, engine=engine)
     looked_on = partial(

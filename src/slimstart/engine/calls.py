@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +19,9 @@ METADATA = frozenset(
     | {torch.numel, torch.is_floating_point}
     | {getattr(Tensor, name).__get__ for name in "shape ndim dtype device layout is_cuda".split()}
 )
+
+# Their second argument is a weight, and autocast casts whatever floats they get.
+LAYERS = frozenset({F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})
 
 
 class DivergedError(RuntimeError):

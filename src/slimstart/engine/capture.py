@@ -22,12 +22,11 @@ class Graphed:
 
     Args:
         function: works on tensors that stay where they are, on the current stream, and asks no tensor for its value.
-        pool: memory that is shared with graphs which never run at the same time (`torch.cuda.graph_pool_handle`).
         warm: capture at the first call already; for whoever has run the function before.
     """
 
-    def __init__(self, function: Callable[[], Any], pool: Any = None, warm: bool = False) -> None:
-        self._function, self._pool, self._warm = function, pool, warm
+    def __init__(self, function: Callable[[], Any], warm: bool = False) -> None:
+        self._function, self._warm = function, warm
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
@@ -37,7 +36,7 @@ class Graphed:
             self._function()
             self._warm = True
         else:
-            self._graph = capture(self._function, self._pool)
+            self._graph = capture(self._function)
             self._graph.replay()
 
 

@@ -15,14 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from slimstart.engine.calls import Call
+from slimstart.engine.calls import LAYERS, Call
 
-# Whatever floats these get, autocast casts.
-LAYERS = frozenset({F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})
 # A tensor that shares the memory, but not the count of its versions: what is written there is not noticed.
 ALIASES = frozenset({Tensor.data.__get__, Tensor.data.__set__})  # type: ignore[attr-defined]
 

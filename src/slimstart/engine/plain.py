@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
@@ -29,7 +28,6 @@ class PlainTraining:
         optimizer: over its parameters.
         engine: "eager", "graphs", or "auto": graphs on a GPU.
         max_grad_norm: the norm of all gradients together is clipped at this.
-        scaler: of the loss, for float16.
         fuse: join batch norm with the ReLU and the sum behind it; in graphs.
         also: as for `Backward`.
 
@@ -45,14 +43,13 @@ class PlainTraining:
         *,
         engine: str = "auto",
         max_grad_norm: float | None = None,
-        scaler: GradScaler | None = None,
         fuse: bool = True,
         also: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.net, self.num_steps, self.num_examples = net, 0, 0.0
         self.ranks = ranks_of(net)
         self.ranks.broadcast_([*net.parameters(), *net.buffers()])
-        self._backward = Backward(optimizer, max_grad_norm, scaler, also)
+        self._backward = Backward(optimizer, max_grad_norm, also=also)
         device = next(net.parameters()).device
         chosen, self._eager = choose(engine if self.ranks.size == 1 else "eager", optimizer, device)
         self._steps: Steps | None = None

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from slimstart.devices import cuda_devices
+from slimstart.engine import calls
 from slimstart.graph import ChannelGraph
 from slimstart.graph.readers import LAYERS, Reader, readers
 from slimstart.inputs import as_call
@@ -32,11 +32,6 @@ from slimstart.subnet import Networks
 from slimstart.subnet.compact import tensor_places
 
 logger = logging.getLogger(__name__)
-_LAYERS_DO = (
-    F.linear,
-    *(F.conv1d, F.conv2d, F.conv3d),
-    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-)  # whose second argument is the weight
 
 
 class Watch:
@@ -169,7 +164,7 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):  # its shape, or its type, is no use of it
-            rest = (args[:1], args[2:], kwargs) if func in _LAYERS_DO else (args, kwargs)
+            rest = (args[:1], args[2:], kwargs) if func in calls.LAYERS else (args, kwargs)
             self.others |= {id(leaf) for leaf in tree_leaves(rest) if isinstance(leaf, nn.Parameter)}
         return found
 

@@ -20,6 +20,7 @@ from slimstart.recipes.recipe import Recipe, merged
 from slimstart.structure import Flops
 
 WARM_UP = 3  # steps, in which graphs are captured and room is made
+LONGEST = 10.0  # seconds, after which no new round begins
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ def step_times(
     dense_flops: int,
     engine: str = "auto",
     rounds: int = 20,
-    seconds: float = 10.0,
 ) -> StepTimes:
     """Measure steps of fresh networks on one batch.
 
@@ -79,7 +79,7 @@ def step_times(
     for step in steps.values():
         for _ in range(WARM_UP):
             step(Stopwatch(batch[0].device, in_parts=False))
-    times = compare(steps, batch[0].device, rounds, seconds)
+    times = compare(steps, batch[0].device, rounds, LONGEST)
     own = times[recipe.method]
     if "held" in times:  # a window is one first step, and the rest are held
         held = times["held"]

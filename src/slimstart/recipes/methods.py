@@ -1,6 +1,6 @@
 """Ways to train, behind one small protocol (`method.py`): the program does not know which one it runs.
 
-`Fixed` trains a network whose structure does not change, `Search` is Algorithm 1, `Pruned` trains the dense network and
+`Fixed` trains a network whose structure does not change, `Search` learns it, `Pruned` trains the dense network and
 cuts it, `Relaxed` trains the dense network with gates that learn by the chain rule. Each keeps its own ledger of the
 FLOPs that it executes.
 """

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -29,7 +29,7 @@ from slimstart.accounting.train_cost import first_layers, formula_flops
 from slimstart.data import ImageData, Share
 from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
 from slimstart.integrations import data_parallel, synchronise_batch_norm
-from slimstart.ranks import ALONE, Ranks
+from slimstart.ranks import ALONE, Ranks, gradient_bytes
 from slimstart.recipes import surroundings
 from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.events import Events
@@ -84,7 +84,7 @@ class Program:
         at_home = self.example.to(self.home)
         self.dense_flops = flops(model, at_home)
         self.dense_params = sum(parameter.numel() for parameter in model.parameters())
-        self.dense_gradient_bytes = _gradient_bytes(model.parameters())
+        self.dense_gradient_bytes = gradient_bytes(model.parameters())
         saved = first_layers(model, at_home).input_gradient()
         self.dense_step_flops = recipe.batch_size * (3 * self.dense_flops - saved)
         wrap = data_parallel if ranks.size > 1 else None
@@ -146,7 +146,7 @@ class Program:
             progress.flops_sum += self.method.flops
             if self.ranks.size > 1:
                 groups = self.method.optimizer.param_groups
-                progress.gradient_bytes += _gradient_bytes(p for group in groups for p in group["params"])
+                progress.gradient_bytes += gradient_bytes(p for group in groups for p in group["params"])
             loss = self.method.step(images, labels)
             self._loss_sum += loss
             progress.batch += 1
@@ -346,11 +346,6 @@ class Program:
         if self.ranks.rank < len(random):  # of a run that goes on with more ranks, the new ones have their own
             surroundings.set_random_state(random[self.ranks.rank], self.device)
         self.watcher.resumed(self.progress.epoch + 1, self.progress.batch)
-
-
-def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """What ranks exchange in a step."""
-    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
 
 def _all_finite(state: Any) -> bool:

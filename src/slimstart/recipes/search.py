@@ -16,7 +16,7 @@ from slimstart.errors import CheckpointError
 from slimstart.recipes.method import Batch, Loss, sgd
 from slimstart.recipes.recipe import Recipe
 from slimstart.structure import Flops
-from slimstart.structure.naming import SEARCHED
+from slimstart.structure.naming import total_steps
 from slimstart.training import SparseTraining
 
 
@@ -35,9 +35,6 @@ class Search:
         self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
         self._search_epochs = recipe.search_epochs
         self.optimizer = sgd(recipe, model)
-        epochs: float = recipe.search_epochs
-        if recipe.policy == "equal_worth":  # whose search is a share of the training, if that ends in time
-            epochs = min(recipe.total_epochs, recipe.search_epochs / SEARCHED)
         self.sparse = SparseTraining(
             model,
             self.optimizer,
@@ -48,7 +45,9 @@ class Search:
             sampling=recipe.sampling,
             structure_lr=recipe.structure_lr,
             resample_every=recipe.resample_every,
-            total_steps=max(1, round(epochs * steps_per_epoch)),
+            total_steps=total_steps(
+                recipe.policy, recipe.search_epochs * steps_per_epoch, recipe.total_epochs * steps_per_epoch
+            ),
             align=recipe.align,
             engine=engine,
             seed=recipe.seed,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from slimstart.structure._tables import Tables
+from slimstart.structure.tables import Tables
 
 PADDING = 8192  # so many entries more take about the time of one kernel more, on a GPU
 

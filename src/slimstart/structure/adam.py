@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slimstart.structure._tables import Tables
+from slimstart.structure.tables import Tables
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8

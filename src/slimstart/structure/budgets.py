@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.errors import BudgetError
-from slimstart.structure._tables import Tables
 from slimstart.structure.expectation import ExpectedCost
+from slimstart.structure.tables import Tables
 
 
 class BoundBudget(Tables, ABC):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimstart.structure._tables import Tables
+from slimstart.structure.tables import Tables
 
 SPREAD = 1.5  # standard deviations from the mean to the cap
 TRIES = 4

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slimstart.structure._ragged import Incidence, RaggedProduct
-from slimstart.structure._tables import Tables
+from slimstart.structure.tables import Tables
 
 
 class Groups:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from slimstart.costs import CostTable, Polynomial
 from slimstart.structure._ragged import Incidence, expand, group_totals, join
-from slimstart.structure._tables import Tables
 from slimstart.structure.dropping import DropProbabilities, Groups
+from slimstart.structure.tables import Tables
 
 CHUNK = 64
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
-from slimstart.structure._tables import Tables
 from slimstart.structure.budgets import BoundBudget
+from slimstart.structure.tables import Tables
 
 FILLED = 0.99  # so much of a budget is enough
 SMALL = 8  # groups of fewer units than so many times `align` have any width: multiples would be too far apart

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimstart.structure._tables import Tables
 from slimstart.structure.budgets import BoundBudget, BoundChannels
+from slimstart.structure.tables import Tables
 
 # The fractions of the limit that rounds aim at. They rise, lest rounding forbids what the round before has allowed, and
 # stay below 1 by more than the rounding by which devices differ.

@@ -23,14 +23,14 @@ def make_policy(
     table: CostTable,
     budget: Budget | None,
     *,
-    estimator: str | Estimator | None,
-    alpha: float | None,
-    structure_lr: float | None,
-    sampling: str | None,
-    total_steps: int | None,
     resample_every: int,
-    seed: int,
-    align: int | None,
+    total_steps: int | None = None,
+    seed: int = 0,
+    align: int | None = None,
+    estimator: str | Estimator | None = None,
+    alpha: float | None = None,
+    structure_lr: float | None = None,
+    sampling: str | None = None,
 ) -> Policy:
     """One of `POLICIES`, or one of the user's own; arguments as for `SparseTraining`.
 
@@ -69,6 +69,17 @@ def default_window(name: str, total_steps: int | None) -> int:
     if name == "paper":
         return 1
     return WINDOW if total_steps is None else max(1, round(SEARCHED * total_steps / ROUNDS))
+
+
+def total_steps(policy: str, search_steps: float, all_steps: float) -> int:
+    """The `total_steps` of a policy that is to search for so many steps, at most, of a training.
+
+    The paper's policy takes them for the steps of the search; "equal_worth" for those of the whole training, of which
+    it searches a share.
+    """
+    if policy == "equal_worth":
+        search_steps = min(all_steps, search_steps / SEARCHED)
+    return max(1, round(search_steps))
 
 
 def _rounds(total_steps: int, window: int) -> int:
