@@ -17,7 +17,7 @@ import torch
 import variants
 from torch import Tensor, nn
 
-from slimstart.baselines.pruning import largest_share
+from slimstart.baselines.shares import largest_share
 from slimstart.graph import ChannelGraph, trace
 from slimstart.structure import BoundBudget, Budget
 from slimstart.subnet import compact_fresh

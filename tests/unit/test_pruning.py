@@ -15,20 +15,13 @@ from torch import Tensor, nn
 
 from slimstart import models, trace
 from slimstart.baselines import PRUNERS, l1_filter, random_mask, random_structure, slimming, soft_filter, uniform_mask
-from slimstart.baselines.pruning import (
-    Trained,
-    even_rounds,
-    filter_norms,
-    filter_rows,
-    keep_best,
-    keep_share,
-    largest_within,
-    ranks,
-)
+from slimstart.baselines.pruning import Trained, even_rounds, filter_norms, filter_rows
+from slimstart.baselines.shares import keep_best, keep_share, largest_within
 from slimstart.baselines.thresholded_gates import LogNorms
 from slimstart.errors import BudgetError, TraceError
 from slimstart.graph import ChannelGraph
 from slimstart.structure import Budget, Channels, Flops, Params
+from slimstart.structure.ranking import places
 from slimstart.subnet import compact
 from tests.zoo import shake
 
@@ -131,7 +124,7 @@ def test_zeroed_are_the_filters_and_nothing_else() -> None:
     assert {layer for layer, _ in filter_rows(model, graph)} == {name.removesuffix(".weight") for name in FILTERS}
 
 
-# --------------------------------------------------------------------------- ranks, shares, rounds
+# --------------------------------------------------------------------------- places, shares, rounds
 
 
 def best_of_each(scores: Tensor, widths: list[int], graph: ChannelGraph) -> list[list[int]]:
@@ -144,13 +137,13 @@ def best_of_each(scores: Tensor, widths: list[int], graph: ChannelGraph) -> list
     return kept
 
 
-def test_ranks_and_the_best_of_every_group_with_ties() -> None:
+def test_places_and_the_best_of_every_group_with_ties() -> None:
     graph = trace(plain(), torch.zeros(1, 3, 8, 8), "stream")
     scores = torch.randint(0, 4, (graph.num_units,)).double()
     for widths in ([10, 20, 15], [3, 7, 1], [0, 0, 0], [1, 19, 4]):
         found = by_group(keep_best(scores, torch.tensor(widths), graph), graph)
         assert found == best_of_each(scores, widths, graph)
-    place = ranks(scores, graph)
+    place = places(scores, graph.costs.unit_group)
     for group in graph.groups:
         own = place[group.units.start : group.units.stop].tolist()
         assert sorted(own) == list(range(len(group.units)))
@@ -181,7 +174,7 @@ def test_the_largest_of_a_family() -> None:
 
     def found(budget: Budget, least: int) -> int:
         """How many stay, of masks in which all groups grow by one at a time, from this many."""
-        turn = ranks(-torch.arange(45), graph)
+        turn = places(-torch.arange(45), graph.costs.unit_group)
         bound = budget.bind(graph.costs)
         return int(largest_within(bound, lambda share: turn < least + math.floor(share * 20)).sum())
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from slimstart import models, trace
 from slimstart.baselines import thinet
 from slimstart.baselines.activations import Reading, observe
-from slimstart.baselines.pruning import Trained, keep_share
+from slimstart.baselines.pruning import Trained
+from slimstart.baselines.shares import keep_share
 from slimstart.graph import ChannelGroup
 from slimstart.graph.readers import Reader, readers
 from slimstart.structure import Budget, Channels, Flops, Params

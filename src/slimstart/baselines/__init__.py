@@ -1,11 +1,12 @@
 """Methods to compare with, one file each. `narrow` is the one that a sceptic asks for first.
 
 `narrow.py` and `random_structure.py` build a narrow network before it is trained. A method that cuts a trained network
-is a function `choose(trained) -> mask`: `pruning.py` says what it is given, `activations.py` what layers see; the
-methods are `l1_filter.py`, `soft_filter.py`, `thinet.py`, `provable.py` and `slimming.py`. One that learns gates by the
-chain rule is a module of gates: `gates.py` has what they share, `sampled_gates.py`, `thresholded_gates.py` and
-`grow_efficient.py` how they follow from what is learned, `relaxations.py` their names. The training program does
-everything else, and is the same for all: `slimstart.recipes`. docs/baselines.md says where they follow their authors.
+is a function `choose(trained) -> mask`: `pruning.py` says what it is given, `activations.py` what layers see,
+`shares.py` how widths are dealt out; the methods are `l1_filter.py`, `soft_filter.py`, `thinet.py`, `provable.py` and
+`slimming.py`. One that learns gates by the chain rule is a module of gates: `gates.py` has what they share,
+`sampled_gates.py`, `thresholded_gates.py` and `grow_efficient.py` how they follow from what is learned,
+`relaxations.py` their names. The training program does everything else, and is the same for all: `slimstart.recipes`.
+docs/baselines.md says where they follow their authors.
 """
 
 from slimstart.baselines import l1_filter, provable, slimming, soft_filter, thinet

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimstart.baselines.pruning import Trained, filter_norms, group_sizes, keep_best, keep_share, largest_within
+from slimstart.baselines.pruning import Trained, filter_norms
+from slimstart.baselines.shares import group_sizes, keep_best, keep_share, largest_within
 from slimstart.subnet import MaskedNetwork
 
 FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1, 0.0)

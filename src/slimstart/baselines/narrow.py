@@ -13,10 +13,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines.pruning import group_sizes, largest_within
+from slimstart.baselines.shares import group_sizes, largest_within
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget, Budget
 from slimstart.structure.fitting import steps
+from slimstart.structure.ranking import places
 from slimstart.subnet import compact_fresh
 
 FRONT_HEAVY = (2.0, 0.5)  # times the common share, of the first group and of the last
@@ -44,7 +45,7 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1, profile: T
     sizes = group_sizes(graph)
     wanted = sizes if profile is None else sizes * profile
     step = steps(sizes, align)
-    rank = torch.arange(graph.num_units) - (torch.cumsum(sizes, 0) - sizes)[group]
+    rank = places(torch.zeros(graph.num_units), group)
 
     def mask(widths: Tensor) -> Tensor:
         return rank < torch.minimum(widths, sizes)[group]

@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimstart.baselines.activations import Reading, observable, observe
-from slimstart.baselines.pruning import Trained, filter_norms, keep_best, keep_share, largest_within
+from slimstart.baselines.pruning import Trained, filter_norms
+from slimstart.baselines.shares import keep_best, keep_share, largest_within
 from slimstart.graph import ChannelGraph
 from slimstart.graph.readers import Reader
 from slimstart.structure.cutting import cut

@@ -1,4 +1,4 @@
-"""What methods that cut a trained network share: what they are given, how filters are scored, how widths are dealt out.
+"""What methods that cut a trained network share: what they are given, and how filters are scored.
 
 A method is a function `choose(trained) -> mask`, a mask within the budget; the program does the rest, and is the same
 for all of them. The **original** protocol deals out widths as the method's authors did; the **uniform** one, behind the
@@ -87,56 +87,3 @@ def filter_weights(model: nn.Module, graph: ChannelGraph) -> dict[str, tuple[nn.
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """Every batch norm with scales, by the name of its weight."""
     return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
-
-
-def ranks(scores: Tensor, graph: ChannelGraph) -> Tensor:
-    """(U,): each unit's place in its group, 0 for the highest score; among equals the first comes first."""
-    place = torch.empty(graph.num_units, dtype=torch.int64)
-    for group in graph.groups:
-        units = slice(group.units.start, group.units.stop)
-        order = torch.argsort(scores[units], descending=True, stable=True)
-        place[units][order] = torch.arange(len(group.units))
-    return place
-
-
-def keep_best(scores: Tensor, widths: Tensor, graph: ChannelGraph) -> Tensor:
-    """The mask that keeps the best units of every group.
-
-    Args:
-        scores: (U,) of the units.
-        widths: how many stay, of each group; at least one does.
-    """
-    return ranks(scores, graph) < widths.clamp(min=1)[graph.costs.unit_group]
-
-
-def keep_share(scores: Tensor, graph: ChannelGraph, budget: BoundBudget) -> Tensor:
-    """The mask that keeps the best units of every group, the largest equal share of all that the budget allows."""
-    sizes = group_sizes(graph)
-    return largest_within(budget, lambda share: keep_best(scores, (share * sizes).round(), graph))
-
-
-def group_sizes(graph: ChannelGraph) -> Tensor:
-    """Units of every group."""
-    return torch.tensor([len(group.units) for group in graph.groups])
-
-
-def largest_share(budget: BoundBudget, mask: Callable[[float], Tensor]) -> float:
-    """The largest number from 0 to 1 whose mask is within a budget, of a family of masks that grows with it.
-
-    If even `mask(0)` is too large, it is 0 all the same: the caller knows what to do then.
-    """
-    if budget.cost(mask(1.0)) <= budget.limit:
-        return 1.0
-    fits, exceeds = 0.0, 1.0
-    for _ in range(40):  # halving: far below the step between two widths
-        middle = (fits + exceeds) / 2
-        if budget.cost(mask(middle)) <= budget.limit:
-            fits = middle
-        else:
-            exceeds = middle
-    return fits
-
-
-def largest_within(budget: BoundBudget, mask: Callable[[float], Tensor]) -> Tensor:
-    """The mask of that number."""
-    return mask(largest_share(budget, mask))

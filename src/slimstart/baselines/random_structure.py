@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines.pruning import group_sizes, keep_best, largest_within
+from slimstart.baselines.shares import group_sizes, keep_best, largest_within
 from slimstart.graph import ChannelGraph
 from slimstart.structure import Budget
 from slimstart.subnet import compact_fresh

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines.pruning import Trained, batch_norms, keep_share
+from slimstart.baselines.pruning import Trained, batch_norms
+from slimstart.baselines.shares import keep_share
 from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph
 from slimstart.structure import cut

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slimstart.baselines.pruning import Trained, batch_norms, filter_norms, filter_rows, keep_share
+from slimstart.baselines.pruning import Trained, batch_norms, filter_norms, filter_rows
+from slimstart.baselines.shares import keep_share
 from slimstart.graph import ChannelGraph
 from slimstart.structure import BoundBudget
 

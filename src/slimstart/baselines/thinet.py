@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from slimstart.baselines.activations import Reading, observable, observe
-from slimstart.baselines.pruning import Trained, filter_norms, group_sizes, keep_best, keep_share, largest_within
+from slimstart.baselines.pruning import Trained, filter_norms
+from slimstart.baselines.shares import group_sizes, keep_best, keep_share, largest_within
 from slimstart.graph import ChannelGraph, ChannelGroup
 from slimstart.graph.readers import Reader
 from slimstart.structure import BoundBudget

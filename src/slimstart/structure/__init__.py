@@ -5,9 +5,9 @@ a mask or s costs (`budgets`, with the closed form in `expectation` and `droppin
 (`projection`, and for GPUs `multisection`), masks within it (`cutting`), draws with a cap on their widths (`capping`),
 what a training asks of all this (`policies`) and the object that puts it together (`bernoulli`). In place of single
 units, widths: by what units are worth (`equal_worth`), or by the losses of pairs (`widths`), both filling the budget
-(`fitting`). `naming` makes a policy by its name. For studies: how far losses and gradients of sampled masks lie apart
-(`dispersion`). Not here: layers, tensors with names, training steps; costs come in as a plain
-`slimstart.costs.CostTable`.
+(`fitting`); which units those are says their place in the group (`ranking`). `naming` makes a policy by its name. For
+studies: how far losses and gradients of sampled masks lie apart (`dispersion`). Not here: layers, tensors with names,
+training steps; costs come in as a plain `slimstart.costs.CostTable`.
 
 Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in half a dozen lines.
 """

@@ -47,6 +47,7 @@ from slimstart.errors import CheckpointError
 from slimstart.structure.budgets import BoundBudget, Budget
 from slimstart.structure.fitting import Fit
 from slimstart.structure.participation import participation
+from slimstart.structure.ranking import places
 
 logger = logging.getLogger(__name__)
 
@@ -203,11 +204,7 @@ class EqualWorth:
 
     def _wide(self, preference: Tensor) -> Tensor:
         """The mask of the present widths; of every group the units that come first by preference (U,)."""
-        order = torch.argsort(preference, descending=True, stable=True)
-        order = order[torch.argsort(self._group[order], stable=True)]
-        rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order)) - (torch.cumsum(self._sizes, 0) - self._sizes)[self._group[order]]
-        return self._fit.whole_mask(self._log_widths.exp(), self.align, rank)
+        return self._fit.whole_mask(self._log_widths.exp(), self.align, places(preference, self._group))
 
     def update(self, losses: Tensor) -> None:
         """Losses say nothing here: one network is not compared with another."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.structure.budgets import BoundBudget
+from slimstart.structure.ranking import places
 from slimstart.structure.tables import Tables
 
 FILLED = 0.99  # so much of a budget is enough
@@ -25,7 +26,7 @@ class Fit(Tables):
         self._budget = budget
         self.group = torch.unique(table.unit_group.cpu(), return_inverse=True)[1]
         self.sizes = torch.bincount(self.group)
-        self._rank = torch.arange(table.num_units) - (torch.cumsum(self.sizes, 0) - self.sizes)[self.group]
+        self._rank = places(torch.zeros(table.num_units), self.group)
         self._reach = 2 * math.log(max(2, int(self.sizes.max()))) + 1  # from one unit each to all of them
         self._points = torch.linspace(0, 1, self.POINTS, dtype=torch.float64)
 
