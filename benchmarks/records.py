@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slimstart import atomic
 from slimstart.recipes import surroundings
 
 
@@ -16,9 +18,9 @@ def write(path: Path, benchmark: str, rows: list[dict[str, Any]], device: str = 
     """Write a record: name, command, the facts that records of runs have too, settings, rows."""
     record = {
         "benchmark": benchmark,
-        "command": "python " + " ".join(sys.argv),
+        "command": shlex.join(["python", *sys.argv]),
         **surroundings.facts(torch.device(device)),
         **settings,
         "rows": rows,
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    atomic.write(path, (json.dumps(record, indent=1) + "\n").encode())

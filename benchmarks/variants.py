@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import records
-from results_page import ablation_cells
+import variant_tables
 
 from slimstart.recipes.comparison import Trial, carry_out
 from slimstart.recipes.recipe import Recipe
@@ -116,4 +116,4 @@ def main(
                 rows.append(run(name, change, base, args.runs / args.model, place))
                 print(rows[-1], flush=True)
                 records.write(args.out, benchmark, rows, str(find_device(args.device)), texts=texts, **settings)
-    print("\n".join(markdown_table(list(ablation_cells(rows, texts)), ())))
+    print("\n".join(markdown_table(list(variant_tables.cells(rows, texts)), ())))

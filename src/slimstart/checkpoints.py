@@ -97,9 +97,10 @@ def _check_seal(file: BinaryIO) -> None:
 
 
 def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.Size]) -> None:
-    """Refuse a state dict that is not of the training whose own state dict is given.
+    """Refuse a state dict that is not of a training.
 
     Args:
+        own: of the state dict that this training has itself, what must agree with it; of tensors the shapes count.
         parameter_shapes: dense shapes of the optimizer's parameters, in their order.
     """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:

@@ -558,7 +558,15 @@ class SparseTraining:
         Raises:
             CheckpointError: the dict is not ours, or belongs to another network; nothing is changed then.
         """
-        checkpoints.check(state, own=self.state_dict(), parameter_shapes=self._networks.link.dense_shapes)
+        own = {  # as in `state_dict`, but nothing is copied: the dense training may be as large as memory allows
+            "coupling": self.graph.coupling,
+            "structure": self.graph.digest,
+            "masks": self._networks.masks,
+            "room": self._networks.room,
+            "model": self.model.state_dict(),
+            "optimizer": {"param_groups": self.optimizer.param_groups},
+        }
+        checkpoints.check(state, own, parameter_shapes=self._networks.link.dense_shapes)
         self.policy.load_state_dict(state["policy"])
         self.settled = bool(state["settled"])
         self._watch_on(False)
@@ -595,7 +603,7 @@ class SparseTraining:
 
     def _adopt(self) -> None:
         self._networks.adopt()
-        (fuse if self.engine == "graphs" else unfuse)(self.optimizer)  # settings came with the state dict
+        (unfuse if self._steps is None else fuse)(self.optimizer)  # settings came with the state dict
 
     def _dense_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self._networks.link.dense_state_dict(state_dict)

@@ -162,6 +162,17 @@ def test_resumed_in_the_same_object(differences: Any) -> None:
     assert differences(end, everything(sparse)) == []
 
 
+def test_loading_copies_nothing_of_what_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse, other = advanced(), advanced()
+    state = other.state_dict()
+
+    def never(self: SparseTraining) -> None:
+        raise AssertionError("a second dense training")
+
+    monkeypatch.setattr(SparseTraining, "state_dict", never)
+    sparse.load_state_dict(state)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_state_dict_is_a_copy(optimizer: str, differences: Any) -> None:
     """Kept in memory, it stays what it was: while its own training goes on, and while a training goes on from it."""

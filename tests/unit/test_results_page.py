@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results_page import make_page, published
 
-from benchmarks.results_page import make_page, published
 from slimstart import records, study_records
 from slimstart.errors import RecordError
 from slimstart.records import Record
