@@ -208,8 +208,8 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
     network = files.load(Run(tmp_path / "run").network, lambda: make_model(OWN, num_classes=10, in_channels=1))
-    assert flops(network, program.example) == record.flops
-    assert evaluate(network, program.data, "float32") == (record.test_loss, record.accuracy)
+    assert flops(network, program.task.example) == record.flops
+    assert evaluate(network, program.task.data, "float32") == (record.test_loss, record.accuracy)
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         started(tmp_path / "run", watcher=Killer(3)).train()
     program = started(tmp_path / "run")
-    program.data = dataclasses.replace(program.data, digest="other")
+    program.task.data = dataclasses.replace(program.task.data, digest="other")
     with pytest.raises(ConfigError, match="begun with other data"):
         program.train()
 
@@ -326,7 +326,7 @@ def test_step_times_that_need_too_much_memory_do_not_cost_the_record(
     def too_large(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("slimstart.recipes.program.step_times", too_large)
+    monkeypatch.setattr("slimstart.recipes.measure.step_times", too_large)
     place = dataclasses.replace(SELDOM, timing_rounds=1)
     record = started(tmp_path / "run", merged(TINY, {"epochs": 1}), place=place).train()
     assert (record.step_ms, record.dense_step_ms) == (None, None)

@@ -316,7 +316,7 @@ def test_batches_are_of_no_epoch_of_the_training(stopped: Path) -> None:
     seen = [images for images, _ in training_batches(program, 7)]  # 6 in an epoch
     assert len(seen) == 7
     for epoch in range(TINY.total_epochs + 1):
-        assert not any(torch.equal(images, seen[0]) for images, _ in program.data.train.epoch(epoch))
+        assert not any(torch.equal(images, seen[0]) for images, _ in program.task.data.train.epoch(epoch))
     other = next(training_batches(program, 1, seed=1))[0]
     assert torch.equal(other, seen[6])
 

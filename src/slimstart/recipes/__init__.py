@@ -1,6 +1,6 @@
 """Recipes and the program that runs them: `slimstart train` without its command line.
 
-Open `recipe.py` first (what can be set), then `program.py` (what is done).
+Open `recipe.py` first (what can be set), then `task.py` (with what a run begins) and `program.py` (what is done).
 
 - Recipes with a name: `presets.py` has the rows of the paper, `originals.py` the methods that it compares with, by
   their authors' recipes, `paper.py` what it reports of those.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
+from slimstart.accounting import flops
 from slimstart.accounting.timing import Step, Stopwatch, compare
 from slimstart.baselines import RELAXATIONS, narrow
 from slimstart.devices import device_of
@@ -17,8 +19,10 @@ from slimstart.graph import trace
 from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
 from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
+from slimstart.recipes.task import Task
 from slimstart.structure import Flops
 
+logger = logging.getLogger(__name__)
 WARM_UP = 3  # steps, in which graphs are captured and room is made
 LONGEST = 10.0  # seconds, after which no new round begins
 
@@ -38,6 +42,27 @@ def has_step_times(recipe: Recipe) -> bool:
     """Whether there is one kind of step to measure; other methods train one network after the other."""
     ours = recipe.method == "slimstart" and recipe.estimator not in RELAXATIONS
     return ours or recipe.method in ("dense", "narrow")
+
+
+def measured(task: Task, network: nn.Module) -> StepTimes | None:
+    """Step times beside those of the dense network and the hand-narrowed one, if they are wanted and can be had.
+
+    Args:
+        network: the finished one.
+    """
+    rounds = task.place.timing_rounds
+    if not rounds or not has_step_times(task.recipe) or task.ranks.size > 1:  # one rank alone cannot take a step
+        return None
+    batch = next(iter(task.data.train.epoch(0)))
+    own_flops = flops(network, task.example)
+    try:
+        return step_times(task.recipe, task.make_model, batch, own_flops, task.dense.flops, task.place.engine, rounds)
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in f"{type(error).__name__} {error}".lower():
+            raise
+        # The dense network may not fit where ours does.
+        logger.warning("step times are not measured: the dense network beside ours needs more memory than there is")
+        return None
 
 
 def step_times(

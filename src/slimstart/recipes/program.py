@@ -16,37 +16,34 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slimstart import files, records
-from slimstart.accounting import flops
-from slimstart.accounting.train_cost import first_layers, formula_flops
-from slimstart.data import ImageData, Share
+from slimstart.accounting.train_cost import formula_flops
 from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
-from slimstart.integrations import data_parallel, synchronise_batch_norm
+from slimstart.integrations import data_parallel
 from slimstart.ranks import ALONE, Ranks, gradient_bytes
 from slimstart.recipes import surroundings
 from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.events import Events
-from slimstart.recipes.measure import StepTimes, has_step_times, step_times
-from slimstart.recipes.methods import Batch, make_method
+from slimstart.recipes.measure import measured
+from slimstart.recipes.methods import make_method
 from slimstart.recipes.progress import Progress
-from slimstart.recipes.recipe import Recipe, make_model
-from slimstart.recipes.recording import make_record, structure_of
+from slimstart.recipes.recipe import Recipe
+from slimstart.recipes.recording import End, make_record, structure_of
 from slimstart.recipes.runs import Run
 from slimstart.recipes.schedules import learning_rate
 from slimstart.recipes.surroundings import Place
+from slimstart.recipes.task import Task
 from slimstart.recipes.watching import Interrupted, Status, Unwatched, Watcher
 
 logger = logging.getLogger(__name__)
 FORMAT = "slimstart.program/1"
 _KEYS = {"format", "recipe", "seed", "data", "method", "progress", "random"}
-NUM_CALIBRATION_BATCHES = 20
 
 
 class Program:
@@ -73,46 +70,14 @@ class Program:
     ) -> None:
         self.recipe, self.run, self.ranks = recipe, run, ranks
         self.place, self.watcher = place or Place(), watcher or Unwatched()
-        self.device = surroundings.find_device(self.place.device)
-        self.home = torch.device(recipe.full_model_device or self.device)  # of the dense network
-        surroundings.set_precision(recipe.precision)
-        self.data = self._load_data()
-        self.steps_per_epoch = len(self.data.train)
-        self.example = torch.zeros(1, *self.data.image_shape, device=self.device)
-        torch.manual_seed(recipe.seed)
-        model = self.make_model()
-        at_home = self.example.to(self.home)
-        self.dense_flops = flops(model, at_home)
-        self.dense_params = sum(parameter.numel() for parameter in model.parameters())
-        self.dense_gradient_bytes = gradient_bytes(model.parameters())
-        saved = first_layers(model, at_home).input_gradient()
-        self.dense_step_flops = recipe.batch_size * (3 * self.dense_flops - saved)
-        wrap = data_parallel if ranks.size > 1 else None
-        self.method = make_method(recipe, model, self.example, self.steps_per_epoch, self.place.engine, wrap)
+        self.task = Task(recipe, self.place, ranks, self.watcher.downloading)
+        model, wrap = self.task.begin(), data_parallel if ranks.size > 1 else None
+        self.method = make_method(recipe, model, self.task.example, self.task.steps_per_epoch, self.place.engine, wrap)
         if ranks.rank > 0:  # ranks drop other activations than their neighbours
             torch.manual_seed(recipe.seed + ranks.rank)
         self.progress = Progress()
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.task.device)
         self._began = self._last_saved = self._last_shown = time.monotonic()
-
-    def make_model(self) -> nn.Module:
-        """The dense network, freshly initialised, at home."""
-        recipe, channels = self.recipe, self.data.image_shape[0]
-        model = make_model(recipe.model, num_classes=self.data.num_classes, in_channels=channels, width=recipe.width)
-        if self.ranks.size > 1 and self.place.batch_norm == "synchronised":
-            model = synchronise_batch_norm(model)
-        return surroundings.suited(model, self.home, self.device)
-
-    def _load_data(self) -> ImageData:
-        """This rank's share; rank 0 goes first, which may have to download."""
-        share = Share(self.ranks.rank, self.ranks.size)
-
-        def load() -> ImageData:
-            return surroundings.load_data(self.recipe, self.place, self.device, self.watcher.downloading, share)
-
-        own = load() if share.rank == 0 else None
-        self.ranks.barrier()
-        return own or load()
 
     # --- from the first step to the record ---------------------------------------------------------------------------
 
@@ -140,8 +105,8 @@ class Program:
         progress = self.progress
         self._began = time.monotonic()
         if progress.batch == 0:
-            self.method.begin_epoch(progress.epoch, self._calibration_batches())
-        for images, labels in self.data.train.epoch(progress.epoch, start=progress.batch):
+            self.method.begin_epoch(progress.epoch, self.task.calibration_batches())
+        for images, labels in self.task.data.train.epoch(progress.epoch, start=progress.batch):
             self._set_learning_rate()
             progress.flops_sum += self.method.flops
             if self.ranks.size > 1:
@@ -165,20 +130,21 @@ class Program:
     def _end_epoch(self) -> records.Epoch:
         """Evaluate, and turn what was summed up into a row of the history."""
         progress, recipe, method = self.progress, self.recipe, self.method
+        dense, num_steps = self.task.dense, self.task.steps_per_epoch
         phase = self._phase
         formula = method.formula_flops
         if formula is not None:
-            progress.formula_flops += self.steps_per_epoch * formula
-            progress.formula_steps += self.steps_per_epoch
-        mean_loss = self._check_finite() / self.steps_per_epoch
+            progress.formula_flops += num_steps * formula
+            progress.formula_steps += num_steps
+        mean_loss = self._check_finite() / num_steps
         done = progress.epoch + 1
         loss = accuracy = None
         if done % recipe.eval_every == 0 or done == recipe.total_epochs:
-            network = method.snapshot(self._calibration_batches())
-            loss, accuracy = evaluate(network, self.data, recipe.precision, self.ranks)
+            network = method.snapshot(self.task.calibration_batches())
+            loss, accuracy = evaluate(network, self.task.data, recipe.precision, self.ranks)
             progress.accuracy = accuracy
         total = method.ledger.total
-        images = self.steps_per_epoch * recipe.batch_size
+        images = num_steps * recipe.batch_size
         epoch = records.Epoch(
             epoch=done,
             phase=phase,
@@ -186,10 +152,10 @@ class Program:
             train_loss=mean_loss,
             test_loss=loss if loss is None or math.isfinite(loss) else None,
             test_accuracy=accuracy,
-            flops_ratio=progress.flops_sum / self.steps_per_epoch / self.dense_flops,
+            flops_ratio=progress.flops_sum / num_steps / dense.flops,
             train_flops=total - progress.train_flops,
-            dense_train_flops=self.steps_per_epoch * self.dense_step_flops,
-            formula_ratio=None if formula is None else formula / formula_flops(self.dense_flops, self.dense_flops),
+            dense_train_flops=num_steps * dense.step_flops,
+            formula_ratio=None if formula is None else formula / formula_flops(dense.flops, dense.flops),
             seconds=progress.seconds,
             images_per_second=images / max(progress.seconds, 1e-9),
             **structure_of(method.keep_probs, method.expected_cost),
@@ -203,40 +169,22 @@ class Program:
     def _finish(self) -> records.Record:
         """The finished network, its accuracy and its record, all in the folder."""
         self._began = time.monotonic()
-        network = self.method.finish(self._calibration_batches())
+        network = self.method.finish(self.task.calibration_batches())
         self._stop_the_clock()
-        loss, accuracy = evaluate(network, self.data, self.recipe.precision, self.ranks)
+        loss, accuracy = evaluate(network, self.task.data, self.recipe.precision, self.ranks)
         if not math.isfinite(loss):
             raise NonFiniteLossError(f"the finished network's loss on the test images is {loss}; lower --lr")
         self._note_memory()
 
         def write() -> records.Record:
             files.save(network, self.run.network)
-            record = make_record(self, network, loss, accuracy, self._time_steps(network))
+            times = None if self.watcher.stop_requested else measured(self.task, network)
+            end = End(network, loss, accuracy, times)
+            record = make_record(self.run.folder.resolve().name, self.task, self.method, self.progress, end)
             records.write(record, self.run.record)
             return record
 
         return self.ranks.first(write)
-
-    def _calibration_batches(self) -> Iterator[Batch]:
-        """Training batches that belong to no epoch of the training."""
-        return islice(self.data.train.epoch(self.recipe.total_epochs), NUM_CALIBRATION_BATCHES)
-
-    def _time_steps(self, network: nn.Module) -> StepTimes | None:
-        if not self.place.timing_rounds or self.watcher.stop_requested or not has_step_times(self.recipe):
-            return None
-        if self.ranks.size > 1:  # one rank alone cannot take a step
-            return None
-        batch = next(iter(self.data.train.epoch(0)))
-        own, rounds = flops(network, self.example), self.place.timing_rounds
-        try:
-            return step_times(self.recipe, self.make_model, batch, own, self.dense_flops, self.place.engine, rounds)
-        except (RuntimeError, MemoryError) as error:
-            if "memory" not in f"{type(error).__name__} {error}".lower():
-                raise
-            # The dense network may not fit where ours does.
-            logger.warning("step times are not measured: the dense network beside ours needs more memory than there is")
-            return None
 
     # --- small print -------------------------------------------------------------------------------------------------
 
@@ -247,9 +195,9 @@ class Program:
         return "search" if self.method.searching else "train"
 
     def _set_learning_rate(self) -> None:
-        step = self.progress.epoch * self.steps_per_epoch + self.progress.batch
+        step = self.progress.epoch * self.task.steps_per_epoch + self.progress.batch
         for group in self.method.optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe, step, self.steps_per_epoch)
+            group["lr"] = learning_rate(self.recipe, step, self.task.steps_per_epoch)
 
     def _check_finite(self) -> float:
         """The sum of the losses so far; sparse steps are checked one by one, plain ones only here."""
@@ -262,7 +210,7 @@ class Program:
         return total
 
     def _show(self, loss: Tensor) -> None:
-        progress, per_epoch = self.progress, self.steps_per_epoch
+        progress, per_epoch = self.progress, self.task.steps_per_epoch
         self._last_shown = time.monotonic()
         done, total = progress.epoch * per_epoch + progress.batch, self.recipe.total_epochs * per_epoch
         value = float(loss)  # waits for the device, so that the time is right
@@ -275,7 +223,7 @@ class Program:
                 total_steps=total,
                 loss=value,
                 accuracy=progress.accuracy,
-                flops_ratio=self.method.flops / self.dense_flops,
+                flops_ratio=self.method.flops / self.task.dense.flops,
                 images_per_second=self.recipe.batch_size / max(seconds_per_step, 1e-9),
                 seconds_left=seconds_per_step * (total - done),
             )
@@ -297,7 +245,7 @@ class Program:
     def _save(self) -> None:
         self.progress.loss_sum = self._check_finite()
         self._note_memory()
-        random = self.ranks.gather(surroundings.random_state(self.device))
+        random = self.ranks.gather(surroundings.random_state(self.task.device))
         self.ranks.first(lambda: self._write_checkpoint(random))
 
     def _write_checkpoint(self, random: Sequence[Mapping[str, Tensor]]) -> None:
@@ -307,13 +255,13 @@ class Program:
                 f"weights are not finite after batch {self.progress.batch} of epoch {self.progress.epoch + 1}; start "
                 f"anew with a lower --lr. The last good checkpoint is in {self.run.folder}"
             )
-        step = self.progress.epoch * self.steps_per_epoch + self.progress.batch
+        step = self.progress.epoch * self.task.steps_per_epoch + self.progress.batch
         self.run.save(
             {
                 "format": FORMAT,
                 "recipe": self.recipe.hash,
                 "seed": self.recipe.seed,
-                "data": self.data.digest,
+                "data": self.task.data.digest,
                 "method": method,
                 "progress": dataclasses.asdict(self.progress),
                 "random": {**random[0], "others": random[1:]} if len(random) > 1 else random[0],
@@ -322,7 +270,7 @@ class Program:
         )
 
     def _note_memory(self) -> None:
-        self.progress.peak_memory = max(self.progress.peak_memory, surroundings.peak_memory(self.device))
+        self.progress.peak_memory = max(self.progress.peak_memory, surroundings.peak_memory(self.task.device))
 
     def resume(self) -> None:
         """Go to where the last checkpoint was taken, if there is one; the same for all ranks.
@@ -337,14 +285,14 @@ class Program:
             raise CheckpointError(f"the checkpoint in {self.run.folder} is not of this version ({FORMAT})")
         if (state["recipe"], state["seed"]) != (self.recipe.hash, self.recipe.seed):
             raise ConfigError(f"the checkpoint in {self.run.folder} belongs to another recipe or another version")
-        if state["data"] != self.data.digest:
+        if state["data"] != self.task.data.digest:
             raise ConfigError(f"the run in {self.run.folder} was begun with other data; give the same --data-dir")
         self.method.load_state_dict(state["method"])
         self.progress = Progress.restored(state["progress"])
         self._loss_sum.fill_(self.progress.loss_sum)
         random = [state["random"], *state["random"].get("others", ())]
         if self.ranks.rank < len(random):  # of a run that goes on with more ranks, the new ones have their own
-            surroundings.set_random_state(random[self.ranks.rank], self.device)
+            surroundings.set_random_state(random[self.ranks.rank], self.task.device)
         self.watcher.resumed(self.progress.epoch + 1, self.progress.batch)
 
 

@@ -1,10 +1,10 @@
-"""From a trained program to its record."""
+"""From a run that is done to its record."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,36 +14,43 @@ from slimstart.accounting import flops
 from slimstart.accounting.train_cost import formula_flops
 from slimstart.recipes import surroundings
 from slimstart.recipes.measure import StepTimes
+from slimstart.recipes.method import Method
+from slimstart.recipes.progress import Progress
+from slimstart.recipes.task import Task
 
-if TYPE_CHECKING:
-    from slimstart.recipes.program import Program
 
+class End(NamedTuple):
+    """What comes out of a run.
 
-def make_record(
-    program: Program, network: nn.Module, loss: float, accuracy: float, times: StepTimes | None
-) -> records.Record:
-    """The record of a run that is done.
-
-    Args:
+    Attributes:
         network: the finished one.
         loss, accuracy: of it, on the test images.
         times: None where they were not measured.
     """
-    recipe, progress, ledger = program.recipe, program.progress, program.method.ledger
-    own_flops = flops(network, program.example)
+
+    network: nn.Module
+    loss: float
+    accuracy: float
+    times: StepTimes | None
+
+
+def make_record(name: str, task: Task, method: Method, progress: Progress, end: End) -> records.Record:
+    """The record of a run that is done."""
+    (network, loss, accuracy, times), recipe, ledger = end, task.recipe, method.ledger
+    own_flops = flops(network, task.example)
     own_params = sum(parameter.numel() for parameter in network.parameters())
     dense_train_flops = sum(epoch.dense_train_flops for epoch in progress.history)
-    dense = formula_flops(program.dense_flops, program.dense_flops)
+    dense = formula_flops(task.dense.flops, task.dense.flops)
     # Without a step that the formulas count, there is only what runs: three forwards of the finished network.
     own = progress.formula_flops or formula_flops(own_flops, own_flops)
     saving = (progress.formula_steps or 1) * dense / own
     return records.Record(
-        name=program.run.folder.resolve().name,
+        name=name,
         method=recipe.method,
         model=recipe.model,
         data=recipe.data,
-        num_classes=program.data.num_classes,
-        image_shape=program.data.image_shape,
+        num_classes=task.data.num_classes,
+        image_shape=task.data.image_shape,
         budget=recipe.budget,
         seed=recipe.seed,
         epochs=recipe.total_epochs,
@@ -51,18 +58,18 @@ def make_record(
         config=dataclasses.asdict(recipe),
         config_hash=recipe.hash,
         command=progress.command,
-        **surroundings.facts(program.device),
+        **surroundings.facts(task.device),
         started=progress.started,
         finished=surroundings.now(),
         accuracy=accuracy,
         test_loss=loss,
         flops=own_flops,
-        dense_flops=program.dense_flops,
-        flops_ratio=own_flops / program.dense_flops,
+        dense_flops=task.dense.flops,
+        flops_ratio=own_flops / task.dense.flops,
         params=own_params,
-        dense_params=program.dense_params,
-        params_ratio=own_params / program.dense_params,
-        layers=_layers(program.method.graph.filters, network),
+        dense_params=task.dense.params,
+        params_ratio=own_params / task.dense.params,
+        layers=_layers(method.graph.filters, network),
         train_flops=ledger.total,
         dense_train_flops=dense_train_flops,
         train_cost_saving=saving,
@@ -75,22 +82,20 @@ def make_record(
         narrow_step_ms=None if times is None else times.narrow,
         peak_memory_bytes=progress.peak_memory,
         history=tuple(progress.history),
-        engine=program.method.engine,
-        building_seconds=program.method.building_seconds,
-        **_exchanged(program),
+        engine=method.engine,
+        building_seconds=method.building_seconds,
+        **_exchanged(task, progress),
     )
 
 
-def _exchanged(program: Program) -> dict[str, Any]:
-    if program.ranks.size == 1:
+def _exchanged(task: Task, progress: Progress) -> dict[str, Any]:
+    if task.ranks.size == 1:
         return {}
     return {
-        "ranks": program.ranks.size,
-        "batch_norm": program.place.batch_norm,
-        "gradient_bytes": round(
-            program.progress.gradient_bytes / (program.recipe.total_epochs * program.steps_per_epoch)
-        ),
-        "dense_gradient_bytes": program.dense_gradient_bytes,
+        "ranks": task.ranks.size,
+        "batch_norm": task.place.batch_norm,
+        "gradient_bytes": round(progress.gradient_bytes / (task.recipe.total_epochs * task.steps_per_epoch)),
+        "dense_gradient_bytes": task.dense.gradient_bytes,
     }
 
 

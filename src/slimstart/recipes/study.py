@@ -114,7 +114,7 @@ def flip(recipe: Recipe, settings: FlipSettings, place: Place, out: Path, watche
 def _study(program: Program, settings: VarianceSettings | FlipSettings, started: str, **rows: Any) -> Study:
     return Study(
         command=surroundings.command(),
-        **surroundings.facts(program.device),
+        **surroundings.facts(program.task.device),
         started=started,
         finished=surroundings.now(),
         config=dataclasses.asdict(program.recipe),

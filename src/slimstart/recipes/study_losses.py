@@ -20,7 +20,7 @@ from slimstart.subnet.masking import MaskedNetwork
 def training_batches(program: Program, num_batches: int, seed: int = 0) -> Iterator[Batch]:
     """Batches as in training, of epochs that no training has."""
     first = program.recipe.total_epochs + 1 + seed  # that of `total_epochs` itself is for calibration
-    epochs = (program.data.train.epoch(number) for number in itertools.count(first))
+    epochs = (program.task.data.train.epoch(number) for number in itertools.count(first))
     return itertools.islice(itertools.chain.from_iterable(epochs), num_batches)
 
 
