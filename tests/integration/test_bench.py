@@ -217,7 +217,7 @@ def test_the_middle_of_a_run(taken: list[Any], tmp_path: Path) -> None:
     benchmark = Benchmark(tiny(), CPU)
     sparse = benchmark._search("flops=0.5", 1, "eager")
     for _ in range(5):
-        sparse.step(benchmark.task.loss, *benchmark.task.batch(True))
+        sparse.step(benchmark.work.loss, *benchmark.work.batch(True))
     sparse.save(tmp_path / "state.pt")
     run_folder = Run(tmp_path / "run")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -257,29 +257,29 @@ def test_what_cannot_be_compiled_is_left_out(
 
 
 def test_what_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    task = Benchmark(tiny(), CPU).task
+    work = Benchmark(tiny(), CPU).work
 
     class Uncaptured(bench_contenders.Plain):
         def __init__(self, *_: Any) -> None:
             self.training, self._engine = SimpleNamespace(reason="the loss asks the host"), "graphs"
 
     monkeypatch.setattr(bench_contenders, "Plain", Uncaptured)
-    assert bench_contenders.every_way(residual(10), task, compiled=False) == {}
+    assert bench_contenders.every_way(residual(10), work, compiled=False) == {}
     assert "eager is left out: the loss asks the host" in caplog.messages
 
 
 def test_a_way_that_must_work_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Benchmark(tiny(), CPU).task
+    work = Benchmark(tiny(), CPU).work
     with pytest.raises(RuntimeError, match="shape"):
-        bench_contenders.every_way(nn.Linear(2, 2), task, compiled=False)
+        bench_contenders.every_way(nn.Linear(2, 2), work, compiled=False)
 
 
 def test_strided_shortcuts_keep_a_cpu_from_channels_last(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         benchmark = Benchmark(tiny(model="resnet20"), CPU)
-    assert not benchmark.task.channels_last
+    assert not benchmark.work.channels_last
     assert "nothing is measured in channels-last: on a CPU, convolutions of 1 x 1 with strides" in caplog.text
-    assert Benchmark(tiny(), CPU).task.channels_last
+    assert Benchmark(tiny(), CPU).work.channels_last
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from slimstart.engine.search import LOOK_EVERY
 from slimstart.errors import BudgetError, ConfigError
 from slimstart.graph import trace
 from slimstart.recipes import surroundings
-from slimstart.recipes.bench_contenders import Memory, Plain, Task, every_way, search_in_parts, warm_up
+from slimstart.recipes.bench_contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
 from slimstart.recipes.bench_settings import Settings
 from slimstart.recipes.bench_structure import decided, executed_flops, saved_policy, to_the_middle, typical_mask
 from slimstart.recipes.recipe import make_model, parse_budget
@@ -58,7 +58,7 @@ def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error}; choose another --out") from error
-    about = {"command": surroundings.command(), **surroundings.facts(benchmark.task.device), "started": started}
+    about = {"command": surroundings.command(), **surroundings.facts(benchmark.work.device), "started": started}
     for row in benchmark.rows():
         rows.append(row)
         bench = Bench(**about, finished=surroundings.now(), settings=dataclasses.asdict(settings), rows=tuple(rows))
@@ -67,7 +67,7 @@ def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
 
 
 class Benchmark:
-    """The dense network of a benchmark and its task; what can be refused is refused here."""
+    """The dense network of a benchmark and its work; what can be refused is refused here."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings = settings
@@ -79,7 +79,7 @@ class Benchmark:
         channels_last = settings.channels_last and not (device.type == "cpu" and _has_strided_shortcuts(self.model))
         if channels_last != settings.channels_last:
             logger.warning("nothing is measured in channels-last: on a CPU, %s may corrupt memory there", _SHORTCUTS)
-        self.task = Task(images, labels, settings.precision, channels_last)
+        self.work = Work(images, labels, settings.precision, channels_last)
         self._example = images[:1]
         self.dense_flops = flops(self.model, self._example)
         graph = trace(self.model, self._example, settings.coupling)
@@ -90,14 +90,14 @@ class Benchmark:
 
     def rows(self) -> Iterator[Row]:
         with _compiling_for_many() if self._compiled else contextlib.nullcontext():
-            dense = every_way(self.model, self.task, self._compiled)
+            dense = every_way(self.model, self.work, self._compiled)
             for budget in self.settings.budgets:
                 for structure in self.settings.structures:
                     yield from self._rows(dense, budget, structure)
 
     def _rows(self, dense: Mapping[str, Plain], budget: str, structure: str) -> Iterator[Row]:
         """Rows of one structure: they share the narrow network, and how a step divides into parts."""
-        task = self.task
+        work = self.work
         by_hand = self._search(budget, resample_every=10**9, engine="eager")
         if structure == "middle" and self._saved is not None:
             by_hand.policy.load_state_dict(self._saved)
@@ -106,12 +106,12 @@ class Benchmark:
         state, share = by_hand.policy.state_dict(), decided(by_hand.policy)
         small = compact(by_hand.model, by_hand.graph.select(typical_mask(by_hand)))
         own_flops = flops(small, self._example)
-        plain: dict[str, Mapping[str, Plain]] = {"dense": dense, "narrow": every_way(small, task, self._compiled)}
+        plain: dict[str, Mapping[str, Plain]] = {"dense": dense, "narrow": every_way(small, work, self._compiled)}
         if any(isinstance(layer, StreamPort) for layer in small.modules()):
             plain |= self._narrowed_by_hand(own_flops)
-        eager = {name: plain[name][task.eager.name].step_in_parts for name in ("dense", "narrow")}
-        steps = eager | search_in_parts(by_hand, task)
-        parts = compare(steps, task.device, rounds=5, seconds=self.settings.seconds / 5)
+        eager = {name: plain[name][work.eager.name].step_in_parts for name in ("dense", "narrow")}
+        steps = eager | search_in_parts(by_hand, work)
+        parts = compare(steps, work.device, rounds=5, seconds=self.settings.seconds / 5)
         common = {
             **{name: getattr(self.settings, name) for name in ("model", "batch_size", "coupling", "precision")},
             "budget": budget,
@@ -127,9 +127,9 @@ class Benchmark:
         self, plain: Contenders, parts: Parts, budget: str, state: Mapping[str, Any], resample_every: int
     ) -> dict[str, Any]:
         """The fields of a row that come from taking turns."""
-        task, device = self.task, self.task.device
+        work, device = self.work, self.work.device
         window = resample_every if resample_every > 1 else SHORT_WINDOW
-        batch, loss_fn = task.batch(task.channels_last), task.loss  # one and the same: what is captured is known by it
+        batch, loss_fn = work.batch(work.channels_last), work.loss  # one and the same: what is captured is known by it
         memory = Memory(device)
         sparse = self._search(budget, resample_every, "auto")
         sparse.policy.load_state_dict(state)
@@ -169,17 +169,17 @@ class Benchmark:
             "narrow_peak_memory": plain["narrow"][best["narrow"]].peak_memory,
             **{f"{name}_engine": best[name] for name in ("dense", "narrow")},
             **{f"{name}_engines": engines[name] for name in ("dense", "narrow")},
-            "our_engine": sparse.engine + ", channels-last" * task.channels_last,
+            "our_engine": sparse.engine + ", channels-last" * work.channels_last,
             "num_turns": len(ours),
             "window": window,
         }
 
     def _search(self, budget: str, resample_every: int, engine: str) -> SparseTraining:
-        settings, task = self.settings, self.task
-        model = task.copy_of(self.model, task.channels_last)
+        settings, work = self.settings, self.work
+        model = work.copy_of(self.model, work.channels_last)
         return SparseTraining(
             model,
-            task.optimizer(model),
+            work.optimizer(model),
             self._example,
             parse_budget(budget),
             coupling=settings.coupling,
@@ -198,7 +198,7 @@ class Benchmark:
             small = narrow(self.model, trace(self.model, self._example, "stream"), budget)
         except BudgetError:  # whole streams may cost more than the narrow network
             return {}
-        return {"hand_narrow": every_way(small, self.task, self._compiled)}
+        return {"hand_narrow": every_way(small, self.work, self._compiled)}
 
 
 def _compiling_for_many() -> contextlib.AbstractContextManager[None]:

@@ -37,7 +37,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Task:
+class Work:
     """What every contender computes: one batch, cross-entropy in a precision, SGD."""
 
     images: Tensor
@@ -89,16 +89,16 @@ class Plain:
         peak_memory: in bytes, weights and optimizer included; None on a CPU.
     """
 
-    def __init__(self, network: nn.Module, task: Task, way: Way) -> None:
-        memory = Memory(task.device)
-        self.network = task.copy_of(network, way.channels_last)
-        self.optimizer, self._loss = task.optimizer(self.network), task.loss
-        self._batch = task.batch(way.channels_last)
+    def __init__(self, network: nn.Module, work: Work, way: Way) -> None:
+        memory = Memory(work.device)
+        self.network = work.copy_of(network, way.channels_last)
+        self.optimizer, self._loss = work.optimizer(self.network), work.loss
+        self._batch = work.batch(way.channels_last)
         if way.kind == "compile":
             self.network.compile(dynamic=False)  # widths are constants: code for any width would be slower
-        self._engine = "eager" if way.kind == "eager" or task.device.type == "cpu" else "graphs"
+        self._engine = "eager" if way.kind == "eager" or work.device.type == "cpu" else "graphs"
         self.training = PlainTraining(self.network, self.optimizer, engine=self._engine, fuse=way.kind == "fused")
-        self.step_ms = warm_up(self.step, task.device, WARM_UP)
+        self.step_ms = warm_up(self.step, work.device, WARM_UP)
         self.peak_memory = memory.peak(self.step)
 
     @property
@@ -113,12 +113,12 @@ class Plain:
         plain_step(self.network, self.optimizer, self._loss, self._batch, watch)
 
 
-def every_way(network: nn.Module, task: Task, compiled: bool) -> dict[str, Plain]:
+def every_way(network: nn.Module, work: Work, compiled: bool) -> dict[str, Plain]:
     """The network's contenders by the names of their engines; a way that does not work here is left out, and said."""
     found: dict[str, Plain] = {}
-    for way in ways(task.device, task.channels_last, compiled):
+    for way in ways(work.device, work.channels_last, compiled):
         try:
-            plain = Plain(network, task, way)
+            plain = Plain(network, work, way)
         except Exception as error:
             if way.kind != "compile":
                 raise
@@ -131,16 +131,16 @@ def every_way(network: nn.Module, task: Task, compiled: bool) -> dict[str, Plain
     return found
 
 
-def search_in_parts(sparse: SparseTraining, task: Task) -> dict[str, Step]:
+def search_in_parts(sparse: SparseTraining, work: Work) -> dict[str, Step]:
     """Steps of Algorithm 1 by its verbs: the "first" after a draw, the draw with it, and a "held" one.
 
     Args:
         sparse: it never draws by itself.
     """
-    batch = task.batch(task.channels_last)
+    batch = work.batch(work.channels_last)
 
     def held(watch: Stopwatch) -> None:
-        search_step(sparse, task.loss, batch, watch)
+        search_step(sparse, work.loss, batch, watch)
 
     def first(watch: Stopwatch) -> None:
         sparse.resample()
