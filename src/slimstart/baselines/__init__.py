@@ -10,7 +10,7 @@ docs/baselines.md says where they follow their authors.
 """
 
 from slimstart.baselines import l1_filter, provable, slimming, soft_filter, thinet
-from slimstart.baselines.narrow import front_heavy, narrow, uniform_mask
+from slimstart.baselines.narrow import front_heavy, narrow, narrow_to, uniform_mask
 from slimstart.baselines.pruning import PROTOCOLS as PRUNING_PROTOCOLS
 from slimstart.baselines.pruning import Choose, Rounds, Trained
 from slimstart.baselines.random_structure import random_mask, random_structure
@@ -40,6 +40,7 @@ __all__ = [
     "Trained",
     "front_heavy",
     "narrow",
+    "narrow_to",
     "random_mask",
     "random_structure",
     "uniform_mask",

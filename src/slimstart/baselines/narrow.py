@@ -9,13 +9,14 @@ for nothing.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slimstart.baselines.shares import group_sizes, largest_within
-from slimstart.graph import ChannelGraph
-from slimstart.structure import BoundBudget, Budget
+from slimstart.graph import ChannelGraph, trace
+from slimstart.structure import BoundBudget, Budget, Flops
 from slimstart.structure.fitting import steps
 from slimstart.structure.ranking import places
 from slimstart.subnet import compact_fresh
@@ -71,3 +72,14 @@ def narrow(
 ) -> nn.Module:
     """A freshly initialised narrow network from a freshly initialised dense one; arguments as for `uniform_mask`."""
     return compact_fresh(model, graph.select(uniform_mask(graph, budget, align, profile)))
+
+
+def narrow_to(model: nn.Module, example_inputs: Any, flops: int, dense_flops: int, align: int = 1) -> nn.Module:
+    """The same with at most so many FLOPs.
+
+    Raises:
+        BudgetError: one unit per group is too much already.
+    """
+    # Half a FLOP more, so that rounding does not make it the next narrower network.
+    budget = Flops(min(1.0, (flops + 0.5) / dense_flops))
+    return narrow(model, trace(model, example_inputs, "stream"), budget, align)

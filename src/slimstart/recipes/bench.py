@@ -20,7 +20,7 @@ from torch import nn
 from slimstart import bench_records
 from slimstart.accounting import flops
 from slimstart.accounting.timing import Turn, compare, spread, take_turns
-from slimstart.baselines import narrow
+from slimstart.baselines import narrow_to
 from slimstart.bench_records import Bench, Row
 from slimstart.engine.search import LOOK_EVERY
 from slimstart.errors import BudgetError, ConfigError
@@ -29,8 +29,8 @@ from slimstart.recipes import surroundings
 from slimstart.recipes.bench_contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
 from slimstart.recipes.bench_settings import Settings
 from slimstart.recipes.bench_structure import decided, executed_flops, saved_policy, to_the_middle, typical_mask
+from slimstart.recipes.method import alignment
 from slimstart.recipes.recipe import make_model, parse_budget
-from slimstart.structure import Flops
 from slimstart.subnet import compact
 from slimstart.subnet.streams import StreamPort
 from slimstart.training import SparseTraining
@@ -192,10 +192,9 @@ class Benchmark:
 
     def _narrowed_by_hand(self, own_flops: int) -> dict[str, Mapping[str, Plain]]:
         """Every width multiplied by one number, for as many FLOPs: no layer needs a port on a stream. None, if none."""
-        # Half a FLOP more, so that rounding does not make it the next narrower network.
-        budget = Flops(min(1.0, (own_flops + 0.5) / self.dense_flops))
+        align = alignment(self.settings.align, self.work.device)
         try:
-            small = narrow(self.model, trace(self.model, self._example, "stream"), budget)
+            small = narrow_to(self.model, self._example, own_flops, self.dense_flops, align)
         except BudgetError:  # whole streams may cost more than the narrow network
             return {}
         return {"hand_narrow": every_way(small, self.work, self._compiled)}

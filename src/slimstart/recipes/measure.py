@@ -11,16 +11,14 @@ from torch import nn
 
 from slimstart.accounting import flops
 from slimstart.accounting.timing import Step, Stopwatch, compare
-from slimstart.baselines import RELAXATIONS, narrow
+from slimstart.baselines import RELAXATIONS, narrow_to
 from slimstart.devices import device_of
 from slimstart.engine import PlainTraining
 from slimstart.errors import BudgetError
-from slimstart.graph import trace
 from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
 from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
 from slimstart.recipes.task import Task
-from slimstart.structure import Flops
 
 logger = logging.getLogger(__name__)
 WARM_UP = 3  # steps, in which graphs are captured and room is made
@@ -86,11 +84,11 @@ def step_times(
     if recipe.full_model_device is None:  # otherwise it may be larger than the device
         steps["dense"] = _plain_step(recipe, make_model(), batch, engine)
     if recipe.method != "dense":
-        align = alignment(recipe, batch[0].device, engine)
-        # Half a FLOP more, so that rounding does not make it the next narrower network.
-        budget = Flops(min(1.0, (own_flops + 0.5) / dense_flops))
+        align = alignment(recipe.align, batch[0].device, engine)
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            steps["narrow"] = _plain_step(recipe, _narrowed(make_model(), batch, budget, align), batch, engine)
+            model = make_model()
+            small = narrow_to(model, batch[0][:1].to(device_of(model)), own_flops, dense_flops, align)
+            steps["narrow"] = _plain_step(recipe, small.to(batch[0].device), batch, engine)
     if recipe.method == "slimstart":
         draws = recipe.policy == "paper"  # other policies settle early: their steps are steps without draws
         held_long = draws and every > 1  # then draws are made by hand, so that a held step makes none
@@ -111,12 +109,6 @@ def step_times(
         own = {lap: (time + (every - 1) * held[lap]) / every for lap, time in own.items()}
     dense_ms, narrow_ms = (times[name]["total"] if name in times else None for name in ("dense", "narrow"))
     return StepTimes(own["total"], own["forward"], own["backward"], dense_ms, narrow_ms)
-
-
-def _narrowed(model: nn.Module, batch: Batch, budget: Flops, align: int) -> nn.Module:
-    """The hand-narrowed network, on the device of the batch."""
-    example = batch[0][:1].to(device_of(model))
-    return narrow(model, trace(model, example, coupling="stream"), budget, align).to(batch[0].device)
 
 
 def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch, engine: str) -> Step:

@@ -96,6 +96,6 @@ def sgd(recipe: Recipe, model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
 
 
-def alignment(recipe: Recipe, device: torch.device, engine: str) -> int:
+def alignment(align: int | None, device: torch.device, engine: str = "auto") -> int:
     """Widths of a network that is narrowed by hand are multiples of this, where that makes it faster."""
-    return recipe.align or (8 if device.type == "cuda" and engine != "eager" else 1)
+    return align or (8 if device.type == "cuda" and engine != "eager" else 1)

@@ -61,5 +61,5 @@ def make_method(
         network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))
     else:
         profile = front_heavy(graph) if recipe.protocol == "front_heavy" else None
-        network = narrow(model, graph, budget, alignment(recipe, example.device, engine), profile)
+        network = narrow(model, graph, budget, alignment(recipe.align, example.device, engine), profile)
     return Fixed(recipe, graph, network, example, engine, wrap)
