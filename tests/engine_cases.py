@@ -183,6 +183,9 @@ def test_batches_with_other_things_than_tensors(device: str) -> None:
     assert losses[3] > 1.5 * losses[2]  # another value is another kind of step
     sparse.step(mixed, *batch, object())
     assert "neither a tensor nor a plain value" in str(sparse.reason)
+    assert sparse.engine == "eager"
+    sparse.step(mixed, *batch, 2.0)
+    assert (sparse.engine, sparse.reason) == ("graphs", None)
 
 
 @pytest.mark.parametrize("resample_every", [pytest.param(1, marks=pytest.mark.slow), 4])

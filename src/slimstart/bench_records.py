@@ -54,7 +54,9 @@ class Row:
     narrow_backward_ms: float
     ours_forward_ms: float  # both forwards, where there are two
     ours_backward_ms: float
-    hand_narrow_ms: float | None  # one number for all widths, as many FLOPs; None if narrow has no ports either
+    hand_narrow_ms: (
+        float | None
+    )  # one number for all widths, as many FLOPs; None if narrow has no ports, or there is none
     peak_memory: int | None  # bytes, without dense weights and optimizer state; None on a CPU
     narrow_peak_memory: int | None
     dense_engine: str  # the fastest, and those it was chosen from

@@ -412,12 +412,12 @@ class SparseTraining:
 
     @property
     def reason(self) -> str | None:
-        """Why steps run eagerly, where they do."""
+        """Why steps run eagerly, where they do; in graphs, why the last one did."""
         return self._eager if self._steps is None else self._steps.reason
 
     @property
     def engine(self) -> str:
-        """What steps run with: "graphs", or "eager", also where a step could not be captured."""
+        """What steps run with: "graphs", or "eager", also where the last one could not be captured."""
         return "graphs" if self.reason is None else "eager"
 
     @property

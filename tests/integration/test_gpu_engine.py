@@ -89,6 +89,10 @@ def test_a_loss_that_cannot_be_captured_runs_eagerly_and_says_why(
     for batch in data:
         sparse.step(loss_fn, *batch)
     assert captures(sparse) > 0  # graphs are still possible
+    assert sparse.engine == "graphs"
+    sparse.step(curious, *data[0])
+    assert sparse.engine == "eager"
+    assert "cannot be captured" in str(sparse.reason)
 
 
 def test_a_forward_that_is_another_one_every_time_is_not_captured(device: str) -> None:

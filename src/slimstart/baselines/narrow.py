@@ -75,7 +75,7 @@ def narrow(
 
 
 def narrow_to(model: nn.Module, example_inputs: Any, flops: int, dense_flops: int, align: int = 1) -> nn.Module:
-    """The same with at most so many FLOPs.
+    """The hand-narrowed network, coupled by streams, of at most so many FLOPs.
 
     Raises:
         BudgetError: one unit per group is too much already.

@@ -21,7 +21,9 @@ METADATA = frozenset(
 )
 
 # Their second argument is a weight, and autocast casts whatever floats they get.
-LAYERS = frozenset({F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})
+LAYER_FUNCTIONS = frozenset(
+    {F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
+)
 
 
 class DivergedError(RuntimeError):

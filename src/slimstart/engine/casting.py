@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from slimstart.engine.calls import LAYERS, Call
+from slimstart.engine.calls import LAYER_FUNCTIONS, Call
 
 # A tensor that shares the memory, but not the count of its versions: what is written there is not noticed.
 ALIASES = frozenset({Tensor.data.__get__, Tensor.data.__set__})  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ class CastFinder:
     def see(self, call: Call) -> None:
         if call.func in ALIASES:
             self.expose(call.operands[0])
-        elif call.func in LAYERS:
+        elif call.func in LAYER_FUNCTIONS:
             for tensor in call.operands:
                 if (setting := _setting(tensor)) is not None:
                     self._found[setting][tensor] = None
@@ -67,7 +67,7 @@ class Caster:
 
     def prepare(self, call: Call) -> Call:
         """The call with the parameters in it cast as autocast would, which leaves them alone then."""
-        if call.func not in LAYERS:
+        if call.func not in LAYER_FUNCTIONS:
             return call
         args, kwargs = tree_map_only(Tensor, self._low, (call.args, call.kwargs))
         return call._replace(args=args, kwargs=kwargs)

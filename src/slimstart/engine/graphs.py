@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class Steps:
 
     Attributes:
         ok: bool, on the device: whether all losses since `forgive` have been finite.
-        reason: why steps run eagerly, or None.
+        reason: why the last step ran eagerly, or None.
         num_captures: how often something was captured.
     """
 
@@ -66,7 +66,7 @@ class Steps:
         self._pools = Pool(self._device), Pool(self._device)
         self.side, self._forwarded = torch.cuda.Stream(self._device), torch.cuda.Event()
         self._met: OrderedDict[Any, None] = OrderedDict()  # kinds of steps that have run eagerly, with any shapes
-        self._kinds: OrderedDict[Any, CapturedStep | None] = OrderedDict()  # and those with the present ones
+        self._kinds: OrderedDict[Any, CapturedStep | _Failed | None] = OrderedDict()  # and those with the present ones
         self._num_strangers = 0
         self._modules, self._parameters = _walk(subject.module)
         self._version = -1
@@ -107,12 +107,13 @@ class Steps:
             if not has_begun(self._optimizer):
                 return None
             kind = self._kinds[key] = self._capture(loss_fn, leaves, tree)
-        if kind is _FAILED:
+        if isinstance(kind, _Failed):
+            self.reason = kind.reason
             return None
         self.reason = None
         return kind
 
-    def _capture(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any) -> CapturedStep:
+    def _capture(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any) -> CapturedStep | _Failed:
         problem = ""
         for fuse in (True, False) if self._fuse else (False,):
             try:
@@ -127,8 +128,8 @@ class Steps:
             else:
                 self.num_captures += 1
                 return kind
-        self._refuse(f"the step cannot be captured: {problem}")
-        failed: CapturedStep = _FAILED
+        failed = _Failed(f"the step cannot be captured: {problem}")
+        self._refuse(failed.reason)
         return failed
 
     def _in_what_is_free(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any, fuse: bool) -> CapturedStep:
@@ -202,6 +203,12 @@ class Steps:
         return lost
 
 
+class _Failed(NamedTuple):
+    """In the place of a step that could not be captured."""
+
+    reason: str
+
+
 class _Same:
     """Stands for an object in a key, by its identity; the object lives as long as the key."""
 
@@ -218,6 +225,3 @@ class _Same:
 
 def _walk(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
     return list(module.modules()), list(module.parameters())
-
-
-_FAILED: Any = object()

@@ -164,7 +164,7 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):  # its shape, or its type, is no use of it
-            rest = (args[:1], args[2:], kwargs) if func in calls.LAYERS else (args, kwargs)
+            rest = (args[:1], args[2:], kwargs) if func in calls.LAYER_FUNCTIONS else (args, kwargs)
             self.others |= {id(leaf) for leaf in tree_leaves(rest) if isinstance(leaf, nn.Parameter)}
         return found
 

@@ -192,9 +192,8 @@ class Benchmark:
 
     def _narrowed_by_hand(self, own_flops: int) -> dict[str, Mapping[str, Plain]]:
         """Every width multiplied by one number, for as many FLOPs: no layer needs a port on a stream. None, if none."""
-        align = alignment(self.settings.align, self.work.device)
         try:
-            small = narrow_to(self.model, self._example, own_flops, self.dense_flops, align)
+            small = narrow_to(self.model, self._example, own_flops, self.dense_flops, alignment(None, self.work.device))
         except BudgetError:  # whole streams may cost more than the narrow network
             return {}
         return {"hand_narrow": every_way(small, self.work, self._compiled)}

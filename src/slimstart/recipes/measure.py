@@ -86,9 +86,8 @@ def step_times(
     if recipe.method != "dense":
         align = alignment(recipe.align, batch[0].device, engine)
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            model = make_model()
-            small = narrow_to(model, batch[0][:1].to(device_of(model)), own_flops, dense_flops, align)
-            steps["narrow"] = _plain_step(recipe, small.to(batch[0].device), batch, engine)
+            small = _narrowed(make_model(), batch, own_flops, dense_flops, align)
+            steps["narrow"] = _plain_step(recipe, small, batch, engine)
     if recipe.method == "slimstart":
         draws = recipe.policy == "paper"  # other policies settle early: their steps are steps without draws
         held_long = draws and every > 1  # then draws are made by hand, so that a held step makes none
@@ -109,6 +108,12 @@ def step_times(
         own = {lap: (time + (every - 1) * held[lap]) / every for lap, time in own.items()}
     dense_ms, narrow_ms = (times[name]["total"] if name in times else None for name in ("dense", "narrow"))
     return StepTimes(own["total"], own["forward"], own["backward"], dense_ms, narrow_ms)
+
+
+def _narrowed(model: nn.Module, batch: Batch, own_flops: int, dense_flops: int, align: int) -> nn.Module:
+    """The hand-narrowed network of so many FLOPs, on the device of the batch; the dense one is not kept."""
+    example = batch[0][:1].to(device_of(model))
+    return narrow_to(model, example, own_flops, dense_flops, align).to(batch[0].device)
 
 
 def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch, engine: str) -> Step:

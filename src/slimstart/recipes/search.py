@@ -16,7 +16,7 @@ from slimstart.errors import CheckpointError
 from slimstart.recipes.method import Batch, Loss, sgd
 from slimstart.recipes.recipe import Recipe
 from slimstart.structure import Flops
-from slimstart.structure.naming import total_steps
+from slimstart.structure.naming import steps_to_give
 from slimstart.training import SparseTraining
 
 
@@ -45,7 +45,7 @@ class Search:
             sampling=recipe.sampling,
             structure_lr=recipe.structure_lr,
             resample_every=recipe.resample_every,
-            total_steps=total_steps(
+            total_steps=steps_to_give(
                 recipe.policy, recipe.search_epochs * steps_per_epoch, recipe.total_epochs * steps_per_epoch
             ),
             align=recipe.align,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.structure.budgets import BoundBudget
+from slimstart.structure.ranking import places, ranked
 
 
 def most_probable(s: Tensor, groups: Tensor) -> Tensor:
@@ -18,12 +19,9 @@ def most_probable(s: Tensor, groups: Tensor) -> Tensor:
         s: keep-probabilities (U,), on the CPU.
         groups: each unit's group (U,), on the CPU.
     """
-    order, rank, _ = _ranks(s, groups)
     num_groups = int(groups.max()) + 1 if groups.numel() else 0
     expected = torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, s)
-    mask = torch.empty_like(groups, dtype=torch.bool)
-    mask[order] = rank < expected.round().clamp(min=1)[groups[order]]
-    return mask
+    return places(s, groups) < expected.round().clamp(min=1)[groups]
 
 
 def cut(mask: Tensor, s: Tensor, table: CostTable, budget: BoundBudget) -> Tensor:
@@ -37,7 +35,9 @@ def cut(mask: Tensor, s: Tensor, table: CostTable, budget: BoundBudget) -> Tenso
     if budget.cost(mask) <= budget.limit:
         return mask
     kept = mask.nonzero().squeeze(1)
-    order, rank, relative = _ranks(s[kept], table.unit_group.cpu()[kept])
+    groups = table.unit_group.cpu()[kept]
+    order, rank = ranked(s[kept], groups)
+    relative = rank / torch.bincount(groups)[groups[order]]
     # Each group's best unit goes last (the at-least-one rule would put a worse one in its place). Among equals the
     # last of a group goes first, counted in parts of the group, so that equal s make equally narrow layers.
     last_first = torch.argsort(relative, descending=True, stable=True)
@@ -53,16 +53,6 @@ def cut(mask: Tensor, s: Tensor, table: CostTable, budget: BoundBudget) -> Tenso
         else:
             too_few = middle
     return table.at_least_one(_without(mask, units[:enough]))
-
-
-def _ranks(s: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Units by group and falling s: their order, and each one's rank within its group, absolute and over its size."""
-    order = torch.argsort(s, descending=True, stable=True)
-    order = order[torch.argsort(groups[order], stable=True)]
-    sizes = torch.bincount(groups)
-    in_order = groups[order]
-    rank = torch.arange(s.numel()) - (torch.cumsum(sizes, 0) - sizes)[in_order]
-    return order, rank, rank / sizes[in_order]
 
 
 def _without(mask: Tensor, units: Tensor) -> Tensor:

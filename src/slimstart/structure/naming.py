@@ -71,8 +71,8 @@ def default_window(name: str, total_steps: int | None) -> int:
     return WINDOW if total_steps is None else max(1, round(SEARCHED * total_steps / ROUNDS))
 
 
-def total_steps(policy: str, search_steps: float, all_steps: float) -> int:
-    """The `total_steps` of a policy that is to search for so many steps, at most, of a training.
+def steps_to_give(policy: str, search_steps: float, all_steps: float) -> int:
+    """The `total_steps` for a policy that is to search for so many steps, at most, of a training.
 
     The paper's policy takes them for the steps of the search; "equal_worth" for those of the whole training, of which
     it searches a share.

@@ -1,4 +1,4 @@
-"""Places of units within their groups."""
+"""Units by group and score, and their places within their groups."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 
-def places(scores: Tensor, group: Tensor) -> Tensor:
-    """(U,) int64: each unit's place in its group, 0 for the highest score; among equals the first comes first."""
+def ranked(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Units (U,) group by group, each by falling score, among equals the first first; and the place of each of them."""
     falling = torch.argsort(scores, descending=True, stable=True)
     order = falling[torch.argsort(group[falling], stable=True)]
     sizes = torch.bincount(group)
-    found = torch.empty_like(order)
-    found[order] = torch.arange(len(order)) - (torch.cumsum(sizes, 0) - sizes)[group[order]]
-    return found
+    return order, torch.arange(len(order)) - (torch.cumsum(sizes, 0) - sizes)[group[order]]
+
+
+def places(scores: Tensor, group: Tensor) -> Tensor:
+    """(U,) int64: each unit's place in its group, 0 for the highest score; among equals the first comes first."""
+    order, place = ranked(scores, group)
+    return torch.empty_like(order).scatter_(0, order, place)
