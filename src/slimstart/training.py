@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,10 +36,10 @@ from slimstart.engine import (
     assemble,
     check_finite,
     forward_without_trace,
-    not_finite,
     undoing_statistics,
 )
 from slimstart.engine.optimizers import fuse, unfuse
+from slimstart.engine.stepping import Stepping
 from slimstart.engine.together import Together
 from slimstart.engine.watching import Watch
 from slimstart.engine.wrapping import Wrap, Wrapping
@@ -57,7 +56,7 @@ from slimstart.subnet.state_hooks import keep_dense
 logger = logging.getLogger(__name__)
 
 
-class SparseTraining:
+class SparseTraining(Stepping):
     """Train a model narrow from the first step.
 
     The dense `model` keeps all weights; each step runs only on `net`, a physically small network that the policy has
@@ -119,6 +118,8 @@ class SparseTraining:
         BudgetError: no sub-network is so small.
         MemoryError: with `full_model_device`, there is not enough memory; found out before any is taken.
     """
+
+    _unchanged = "weights and keep-probabilities are"
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class SparseTraining:
             loss = loss_fn(self.net, *batch)
             reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
             found = self._together.average([loss, *reference_losses], self.num_examples, self._networks.net.module)
-            check_finite(self.num_steps, *found.losses, unchanged="weights and keep-probabilities are")
+            check_finite(self.num_steps, *found.losses, unchanged=self._unchanged)
         with reporting():
             self._backward(loss if found.weight == 1 else found.weight * loss)
         self.num_examples = found.num_examples
@@ -378,15 +379,6 @@ class SparseTraining:
         self._check(wait=True)
         self._networks.store()
 
-    def _check(self, wait: bool = False) -> None:
-        """Find out whether a captured step has met a loss that is not finite."""
-        if self._steps is not None:
-            if wait:
-                torch.cuda.synchronize()
-            if self._steps.failed:
-                self.num_steps -= self._steps.forgive()
-                raise not_finite("loss", math.nan, self.num_steps, "weights and keep-probabilities are")
-
     # --- what is known -----------------------------------------------------------------------------------------------
 
     @property
@@ -409,16 +401,6 @@ class SparseTraining:
     def executed_flops(self) -> int:
         """FLOPs of one example through `net` as it is, zeros of padding included."""
         return self._networks.executed.flops
-
-    @property
-    def reason(self) -> str | None:
-        """Why steps run eagerly, where they do; in graphs, why the last one did."""
-        return self._eager if self._steps is None else self._steps.reason
-
-    @property
-    def engine(self) -> str:
-        """What steps run with: "graphs", or "eager", also where the last one could not be captured."""
-        return "graphs" if self.reason is None else "eager"
 
     @property
     def gradient_bytes(self) -> int:

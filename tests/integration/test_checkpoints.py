@@ -163,7 +163,7 @@ def test_resumed_in_the_same_object(differences: Any) -> None:
 
 
 def test_loading_copies_nothing_of_what_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    sparse, other = advanced(), advanced()
+    sparse, other = training(seed=9), advanced()
     state = other.state_dict()
 
     def never(self: SparseTraining) -> None:
@@ -171,6 +171,8 @@ def test_loading_copies_nothing_of_what_it_replaces(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(SparseTraining, "state_dict", never)
     sparse.load_state_dict(state)
+    assert torch.equal(sparse.keep_probs, other.keep_probs)
+    assert (sparse.num_steps, sparse.settled) == (other.num_steps, other.settled)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

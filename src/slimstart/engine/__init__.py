@@ -4,14 +4,14 @@
 captures it in CUDA graphs (`captured.py`, by `capture.py`), with fewer and larger kernels (`fusion.py`, made of
 `chains.py`, `casting.py` and `counting.py`); `backward.py` is what follows a forward, with what optimizers need to be
 captured in `optimizers.py`. `search.py` learns, draws and exchanges networks, on the host or on the device. `plain.py`
-trains an ordinary network on the same engine. `wrapping.py` and `together.py` are for several ranks: what stands around
-a network, and who runs which reference.
+trains an ordinary network on the same engine; `stepping.py` is what both trainings say of their steps. `wrapping.py`
+and `together.py` are for several ranks: what stands around a network, and who runs which reference.
 """
 
 from slimstart.engine.assembly import Assembly, assemble
 from slimstart.engine.backward import Backward
 from slimstart.engine.choice import ENGINES, choose
-from slimstart.engine.eager import LossFunction, check_finite, forward_without_trace, not_finite, undoing_statistics
+from slimstart.engine.eager import LossFunction, check_finite, forward_without_trace, undoing_statistics
 from slimstart.engine.graphs import Steps
 from slimstart.engine.plain import PlainTraining
 from slimstart.engine.search import DeviceSearch, Search
@@ -29,6 +29,5 @@ __all__ = [
     "check_finite",
     "choose",
     "forward_without_trace",
-    "not_finite",
     "undoing_statistics",
 ]

@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 
 from slimstart.engine.backward import Backward
 from slimstart.engine.choice import choose
-from slimstart.engine.eager import LossFunction, not_finite
+from slimstart.engine.eager import LossFunction
 from slimstart.engine.graphs import Steps
 from slimstart.engine.optimizers import fuse as fuse_optimizer
 from slimstart.engine.optimizers import unfuse
+from slimstart.engine.stepping import Stepping
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 
 
-class PlainTraining:
+class PlainTraining(Stepping):
     """Steps of one network; on a GPU as CUDA graphs.
 
     Args:
@@ -35,6 +36,8 @@ class PlainTraining:
         num_steps: taken so far.
         num_examples: of the last step, over all ranks.
     """
+
+    _unchanged = "weights are"
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class PlainTraining:
         self._backward = Backward(optimizer, max_grad_norm, also=also)
         device = next(net.parameters()).device
         chosen, self._eager = choose(engine if self.ranks.size == 1 else "eager", optimizer, device)
-        self._steps: Steps | None = None
+        self._steps = None
         if chosen == "eager":
             optimizer.register_load_state_dict_post_hook(unfuse)
         else:
@@ -61,16 +64,6 @@ class PlainTraining:
             self._steps = Steps(subject, self._backward, losses, fuse)
             optimizer.register_load_state_dict_post_hook(subject.exchanged)
 
-    @property
-    def reason(self) -> str | None:
-        """Why steps run eagerly, where they do; in graphs, why the last one did."""
-        return self._eager if self._steps is None else self._steps.reason
-
-    @property
-    def engine(self) -> str:
-        """What steps run with: "graphs", or "eager", also where the last one could not be captured."""
-        return "graphs" if self.reason is None else "eager"
-
     def step(self, loss_fn: LossFunction, *batch: Any) -> Tensor:
         """One step of gradient descent; returns the detached loss.
 
@@ -78,12 +71,8 @@ class PlainTraining:
             NonFiniteLossError: in graphs, a step or two after a loss that was not finite; nothing has changed since.
                 Eager steps do not look.
         """
-        kind = None
-        if self._steps is not None:
-            if self._steps.failed:
-                self.num_steps -= self._steps.forgive()
-                raise not_finite("loss", float("nan"), self.num_steps, "weights are")
-            kind = self._steps.find(loss_fn, batch)
+        self._check()
+        kind = None if self._steps is None else self._steps.find(loss_fn, batch)
         self.num_steps += 1
         self.num_examples = num_examples(batch)
         if self._steps is None or kind is None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from slimstart.accounting import flops
 from slimstart.accounting.timing import Step, Stopwatch, compare
 from slimstart.baselines import RELAXATIONS, narrow_to
 from slimstart.devices import device_of
@@ -42,17 +41,16 @@ def has_step_times(recipe: Recipe) -> bool:
     return ours or recipe.method in ("dense", "narrow")
 
 
-def measured(task: Task, network: nn.Module) -> StepTimes | None:
+def measured(task: Task, own_flops: int) -> StepTimes | None:
     """Step times beside those of the dense network and the hand-narrowed one, if they are wanted and can be had.
 
     Args:
-        network: the finished one.
+        own_flops: of the finished network.
     """
     rounds = task.place.timing_rounds
     if not rounds or not has_step_times(task.recipe) or task.ranks.size > 1:  # one rank alone cannot take a step
         return None
     batch = next(iter(task.data.train.epoch(0)))
-    own_flops = flops(network, task.example)
     try:
         return step_times(task.recipe, task.make_model, batch, own_flops, task.dense.flops, task.place.engine, rounds)
     except (RuntimeError, MemoryError) as error:

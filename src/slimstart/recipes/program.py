@@ -13,7 +13,6 @@ folder, and what it reads goes to all.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from slimstart import files, records
+from slimstart.accounting import flops
 from slimstart.accounting.train_cost import formula_flops
 from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
 from slimstart.integrations import data_parallel
@@ -41,7 +41,6 @@ from slimstart.recipes.surroundings import Place
 from slimstart.recipes.task import Task
 from slimstart.recipes.watching import Interrupted, Status, Unwatched, Watcher
 
-logger = logging.getLogger(__name__)
 FORMAT = "slimstart.program/1"
 _KEYS = {"format", "recipe", "seed", "data", "method", "progress", "random"}
 
@@ -178,8 +177,9 @@ class Program:
 
         def write() -> records.Record:
             files.save(network, self.run.network)
-            times = None if self.watcher.stop_requested else measured(self.task, network)
-            end = End(network, loss, accuracy, times)
+            own_flops = flops(network, self.task.example)
+            times = None if self.watcher.stop_requested else measured(self.task, own_flops)
+            end = End(network, own_flops, loss, accuracy, times)
             record = make_record(self.run.folder.resolve().name, self.task, self.method, self.progress, end)
             records.write(record, self.run.record)
             return record
@@ -194,10 +194,14 @@ class Program:
             return "finetune"
         return "search" if self.method.searching else "train"
 
+    @property
+    def _num_steps(self) -> int:
+        """Taken so far."""
+        return self.progress.epoch * self.task.steps_per_epoch + self.progress.batch
+
     def _set_learning_rate(self) -> None:
-        step = self.progress.epoch * self.task.steps_per_epoch + self.progress.batch
         for group in self.method.optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe, step, self.task.steps_per_epoch)
+            group["lr"] = learning_rate(self.recipe, self._num_steps, self.task.steps_per_epoch)
 
     def _check_finite(self) -> float:
         """The sum of the losses so far; sparse steps are checked one by one, plain ones only here."""
@@ -210,9 +214,9 @@ class Program:
         return total
 
     def _show(self, loss: Tensor) -> None:
-        progress, per_epoch = self.progress, self.task.steps_per_epoch
+        progress = self.progress
         self._last_shown = time.monotonic()
-        done, total = progress.epoch * per_epoch + progress.batch, self.recipe.total_epochs * per_epoch
+        done, total = self._num_steps, self.recipe.total_epochs * self.task.steps_per_epoch
         value = float(loss)  # waits for the device, so that the time is right
         seconds_per_step = (progress.seconds + time.monotonic() - self._began) / max(progress.batch, 1)
         self.watcher.status(
@@ -255,7 +259,6 @@ class Program:
                 f"weights are not finite after batch {self.progress.batch} of epoch {self.progress.epoch + 1}; start "
                 f"anew with a lower --lr. The last good checkpoint is in {self.run.folder}"
             )
-        step = self.progress.epoch * self.task.steps_per_epoch + self.progress.batch
         self.run.save(
             {
                 "format": FORMAT,
@@ -266,7 +269,7 @@ class Program:
                 "progress": dataclasses.asdict(self.progress),
                 "random": {**random[0], "others": random[1:]} if len(random) > 1 else random[0],
             },
-            step,
+            self._num_steps,
         )
 
     def _note_memory(self) -> None:

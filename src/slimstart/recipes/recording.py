@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from slimstart import records
-from slimstart.accounting import flops
 from slimstart.accounting.train_cost import formula_flops
 from slimstart.recipes import surroundings
 from slimstart.recipes.measure import StepTimes
@@ -24,11 +23,13 @@ class End(NamedTuple):
 
     Attributes:
         network: the finished one.
+        flops: of it, for one image.
         loss, accuracy: of it, on the test images.
         times: None where they were not measured.
     """
 
     network: nn.Module
+    flops: int
     loss: float
     accuracy: float
     times: StepTimes | None
@@ -36,8 +37,7 @@ class End(NamedTuple):
 
 def make_record(name: str, task: Task, method: Method, progress: Progress, end: End) -> records.Record:
     """The record of a run that is done."""
-    (network, loss, accuracy, times), recipe, ledger = end, task.recipe, method.ledger
-    own_flops = flops(network, task.example)
+    (network, own_flops, loss, accuracy, times), recipe, ledger = end, task.recipe, method.ledger
     own_params = sum(parameter.numel() for parameter in network.parameters())
     dense_train_flops = sum(epoch.dense_train_flops for epoch in progress.history)
     dense = formula_flops(task.dense.flops, task.dense.flops)
