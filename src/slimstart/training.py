@@ -255,8 +255,9 @@ class SparseTraining(Stepping):
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
         self._networks.net.follow_modes()
         with undoing_statistics(self._networks.net.statistics), reporting():
-            loss = loss_fn(self.net, *batch)
-            reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
+            with self._kernels():
+                loss = loss_fn(self.net, *batch)
+                reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
             found = self._together.average([loss, *reference_losses], self.num_examples, self._networks.net.module)
             check_finite(self.num_steps, *found.losses, unchanged=self._unchanged)
         with reporting():

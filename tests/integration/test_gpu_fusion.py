@@ -1,10 +1,11 @@
-"""What is fused on a GPU: normalisation against float64, alone and in captured networks; casts and counters.
+"""What is fused on a GPU: norms and depthwise convolutions against float64, alone and in networks; casts and counters.
 
 Run: pytest -m gpu.
 """
 
 import copy
 import itertools
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from slimstart import models
 from slimstart.engine import fusion
-from slimstart.kernels import norm
+from slimstart.kernels import depthwise, norm
+from tests import depthwise_reference
 from tests.norm_reference import CL, check, error
 
 pytestmark = [
@@ -86,6 +88,53 @@ def test_what_has_kernels():
     assert not norm.supports(x, x[:1], *nothing[1:])
     assert not norm.supports(x, None, torch.ones(8, device="cuda", dtype=torch.bfloat16), *nothing[2:])
     assert not norm.supports(x.cpu(), *nothing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", depthwise_reference.WINDOWS, ids=str)
+def test_depthwise_convolutions_equal_float64(window, dtype):
+    for shape in [(64, 24, 32, 32), (9, 13, 31, 7)]:
+        depthwise_reference.check(shape, *window, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("window", depthwise_reference.WINDOWS[:2], ids=str)
+def test_depthwise_convolutions_of_small_images_and_many_channels(window):
+    for shape in [(64, 136, 8, 8), (256, 520, 2, 2), (3, 1000, 1, 1)]:
+        depthwise_reference.check(shape, *window, dtype=torch.bfloat16, bias=False, device="cuda")
+
+
+def test_depthwise_convolutions_are_differentiated_twice():
+    depthwise_reference.check_twice((4, 24, 9, 8), *depthwise_reference.WINDOWS[4], device="cuda")
+
+
+@pytest.mark.parametrize("shape", [(64, 24, 32, 32), (256, 72, 2, 2)], ids=str)
+def test_depthwise_convolutions_have_the_same_bits_every_time(shape):
+    x, dy = (torch.randn(shape, device="cuda").contiguous(memory_format=CL) for _ in range(2))
+    weight, bias = torch.randn(shape[1], 1, 3, 3, device="cuda"), torch.randn(shape[1], device="cuda")
+
+    def run():
+        inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = depthwise.depthwise_conv2d(*inputs, depthwise_reference.SAME)
+        return y.detach(), *torch.autograd.grad(y, inputs, dy)
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_other_widths_need_no_other_kernels():
+    """cuDNN compiles half a second for each."""
+
+    def seconds(channels):
+        x = torch.randn(64, channels, 16, 16, device="cuda").contiguous(memory_format=CL).requires_grad_()
+        weight = torch.randn(channels, 1, 3, 3, device="cuda", requires_grad=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        depthwise.depthwise_conv2d(x, weight, None, depthwise_reference.SAME).sum().backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seconds(32)
+    assert max(seconds(channels) for channels in range(40, 1000, 40)) < 0.1
 
 
 NETWORKS = {"vgg19": (16, 0), "resnet32": (16 + 2, 15), "wrn28_10": (25, 0), "mobilenet_v1": (27, 0)}

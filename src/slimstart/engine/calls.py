@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,3 +73,11 @@ class Calls(TorchFunctionMode):
     def expose(self, tensor: Tensor) -> None:
         """Note that the tensor's memory may be read and written from now on, unseen."""
         raise NotImplementedError
+
+
+def inside_checkpoint() -> bool:
+    """Whether a part of the network runs that backward will run again: unfused, and it must save the same tensors."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None

@@ -7,11 +7,9 @@ hand on what they get.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.engine.calls import Call, DivergedError
+from slimstart.engine.calls import Call, DivergedError, inside_checkpoint
 from slimstart.kernels.norm import batch_norm_act, supports
 
 RELUS = frozenset({F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_})
@@ -187,13 +185,5 @@ def _fusable(norm: _Norm) -> bool:
         training
         and type(x) is Tensor
         and supports(x, None, weight, bias, running_mean, running_var)
-        and not _inside_checkpoint()
+        and not inside_checkpoint()
     )
-
-
-def _inside_checkpoint() -> bool:
-    """Whether a part of the network runs that backward will run again: unfused, and it must save the same tensors."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
-        frame = frame.f_back
-    return frame is not None

@@ -5,7 +5,8 @@ forward again, with
 
 - batch norms, together with the sum and the ReLU behind them, as one (`chains.py`);
 - the parameters that autocast casts for every layer cast at once, and their gradients, too (`casting.py`);
-- the counters of batches increased at once (`counting.py`).
+- the counters of batches increased at once (`counting.py`);
+- depthwise convolutions by kernels that are not compiled anew for every width (`depthwise.py`). `record` has that, too.
 
 A CUDA graph captured meanwhile holds fewer kernels and reads memory less often; Python is not there when it is
 replayed, so noticing all this costs nothing. Whatever the network is: calls are seen where torch sees them, in modules,
@@ -25,6 +26,7 @@ from slimstart.engine.calls import Call, Calls, DivergedError, Function
 from slimstart.engine.casting import Caster, CastFinder, Casts
 from slimstart.engine.chains import Chain, ChainFinder, ChainRunner
 from slimstart.engine.counting import Counters
+from slimstart.engine.depthwise import for_all_widths
 
 __all__ = ["DivergedError", "Plan", "fused", "record"]
 
@@ -43,7 +45,7 @@ class Plan:
 
 
 def record(forward: Callable[[], Any]) -> Plan:
-    """Run a forward as it is, and find what can be fused in it. It has all the effects that a forward has."""
+    """Run a forward, and find what can be fused in it. It has all the effects that a forward has."""
     recorder = _Recorder()
     with recorder:
         result = forward()
@@ -75,7 +77,7 @@ class _Recorder(Calls):
         self._calls.append(call.func)
         self._chains.see(call)
         self._casts.see(call)
-        result = call.run()
+        result = for_all_widths(call).run()
         self._chains.made(call, result)
         return result
 
@@ -99,7 +101,7 @@ class _Runner(Calls):
         self._counters.settle(call.operands)
         if self._counters.take(call):
             return call.args[0]
-        return self._chains.run(self._caster.prepare(call))
+        return self._chains.run(for_all_widths(self._caster.prepare(call)))
 
     def expose(self, tensor: Tensor) -> None:
         self._counters.settle([tensor])

@@ -1,0 +1,160 @@
+r"""Depthwise convolution: every channel with a filter of its own, whatever the number of channels is.
+
+.. math:: y_{n c p} = b_c + \sum_t w_{c t} \, x_{n c, s p + d t - q}
+
+with the stride s, the dilation d and the padding q. cuDNN compiles kernels for every number of channels that it has not
+met, for about half a second per layer, and a network whose widths are learned has new ones in every layer and every
+round. Here one kernel does for all of them. It reads x once for every tap, all but the first time from a cache.
+
+Sums are float32 whatever x is. Equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slimstart.kernels.backend import use_triton
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_ELEMENTS = 2**31 - 2**24  # addresses are int32, and the last tile may reach behind the end
+MAX_TAPS = 49  # loops over them are unrolled
+
+# A tile is so many pixels of so many channels; wider ones leave more channels idle.
+PIXELS, CHANNELS, WARPS = 64, 32, 2
+# The gradient of a filter is a sum over all pixels, which about so many programs per multiprocessor share.
+PARTIALS = 8
+FINISH = {"BLOCK_R": 64, "BLOCK_W": 32, "num_warps": 4}
+
+
+class Window(NamedTuple):
+    """How a filter moves: (vertically, horizontally)."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+
+def supports(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, groups: int) -> bool:
+    """Whether a convolution is depthwise, and `depthwise_conv2d` has kernels for it once all have one type."""
+    return (
+        use_triton(x)
+        and x.dim() == 4
+        and x.dtype in DTYPES
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and groups == x.shape[1] == weight.shape[0] > 1
+        and weight.shape[1] == 1
+        and weight.shape[2:].numel() <= MAX_TAPS
+        and all(t is None or (t.dtype in DTYPES and t.device == x.device) for t in (weight, bias))
+        and max(x.numel(), x.shape[0] * x.shape[1] * _area(x, weight, window)) <= MAX_ELEMENTS
+        and x.numel() > 0
+        and _area(x, weight, window) > 0
+    )
+
+
+def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    """The convolution of x, (N, C, H, W), with weight, (C, 1, K, L); as the module's docstring has it."""
+    groups, one_type = x.shape[1], len({t.dtype for t in (x, weight, bias) if t is not None}) == 1
+    if one_type and supports(x, weight, bias, window, groups):
+        out: Tensor = _DepthwiseConv2d.apply(x, weight, bias, window)  # type: ignore[no-untyped-call]
+        return out
+    return F.conv2d(x, weight, bias, window.stride, window.padding, window.dilation, groups)
+
+
+class _DepthwiseConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        from slimstart.kernels import depthwise_triton as kernels
+
+        y = torch.empty(
+            (*x.shape[:2], *_output(x, weight, window)),
+            dtype=x.dtype,
+            device=x.device,
+            memory_format=torch.channels_last,
+        )
+        filters = weight.contiguous(), None if bias is None else bias.contiguous()
+        with torch.cuda.device_of(x):
+            kernels.forward[_grid(y)](x, *filters, y, **_settings(x, y, weight, window))
+        ctx.save_for_backward(x, weight)
+        ctx.window = window
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # somebody differentiates twice, which torch knows how to do
+            sizes, rest = [len(weight)], (False, (0, 0), len(weight), needed)
+            return *torch.ops.aten.convolution_backward(dy, x, weight, sizes, *ctx.window, *rest), None
+
+        from slimstart.kernels import depthwise_triton as kernels
+
+        dy, weight = dy.contiguous(memory_format=torch.channels_last), weight.contiguous()
+        dx = d_weight = None
+        settings = _settings(x, dy, weight, ctx.window)
+        with torch.cuda.device_of(x):
+            if needed[0]:
+                dx = torch.empty_like(x)
+                kernels.backward[_grid(x)](dy, weight, dx, **settings)
+            if needed[1]:
+                d_weight, columns = torch.empty_like(weight), weight.numel()
+                grid, shares = _shares(dy)
+                partial = torch.empty(grid[0] * grid[2], columns, dtype=torch.float32, device=x.device)
+                kernels.backward_filter[grid](dy, x, partial, **shares, **settings)
+                kernels.backward_finish[(-(-columns // FINISH["BLOCK_W"]),)](
+                    partial, d_weight, len(partial), columns, len(weight), **FINISH
+                )
+        d_bias = dy.sum((0, 2, 3), dtype=torch.float32).to(dy.dtype) if needed[2] else None
+        return dx, d_weight, d_bias, None
+
+
+def _output(x: Tensor, weight: Tensor, window: Window) -> list[int]:
+    """Height and width of the result."""
+    return [
+        (length + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
+        for length, taps, stride, padding, dilation in zip(x.shape[2:], weight.shape[2:], *window, strict=True)
+    ]
+
+
+def _area(x: Tensor, weight: Tensor, window: Window) -> int:
+    height, width = _output(x, weight, window)
+    return height * width if min(height, width) > 0 else 0
+
+
+def _grid(t: Tensor) -> tuple[int, int]:
+    """Tiles of pixels and of channels."""
+    return -(-(t.numel() // t.shape[1]) // PIXELS), -(-t.shape[1] // CHANNELS)
+
+
+def _shares(dy: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """How programs share a sum over pixels: tiles of places, tiles of channels, and images."""
+    area, (_, blocks) = dy.shape[2] * dy.shape[3], _grid(dy)
+    at_once = max(1, min(PIXELS // area, len(dy)))  # images of which the places fit into one tile
+    tiles, rounds = -(-at_once * area // PIXELS), -(-len(dy) // at_once)
+    multiprocessors = torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 1
+    per_program = -(-rounds * tiles * blocks // (PARTIALS * multiprocessors))
+    return (tiles, blocks, -(-rounds // per_program)), {"images": per_program * at_once, "at_once": at_once}
+
+
+def _settings(x: Tensor, y: Tensor, weight: Tensor, window: Window) -> dict[str, int]:
+    """What all kernels but the last are told of sizes, of the window and of tiles."""
+    (count, channels, height, width), (out_height, out_width) = x.shape, y.shape[2:]
+    vector = math.gcd(channels, 8)
+    pairs = zip(("STRIDE", "PADDING", "DILATION", "TAPS"), (*window, weight.shape[2:]), strict=True)
+    return {
+        "count": count,
+        "chunks": channels // vector,
+        "height": height,
+        "width": width,
+        "out_height": out_height,
+        "out_width": out_width,
+        **{f"{name}_{axis}": value for name, pair in pairs for axis, value in zip("HW", pair, strict=True)},
+        "VEC": vector,
+        "BLOCK_P": PIXELS,
+        "BLOCK_C": CHANNELS,
+        "num_warps": WARPS,
+    }

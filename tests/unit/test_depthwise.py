@@ -1,0 +1,174 @@
+"""Which convolutions are left to the kernel for all widths, and that it gets what torch would."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from slimstart import models
+from slimstart.engine import depthwise as swapping
+from slimstart.engine import fusion
+from slimstart.kernels import depthwise
+from slimstart.kernels.depthwise import Window, depthwise_conv2d
+
+CL = torch.channels_last
+
+
+@pytest.fixture
+def swapped(monkeypatch):
+    """Without a GPU torch does the kernel's work; what is noted is the windows that it would have got."""
+    windows = []
+
+    def noted(x, weight, bias, window):
+        windows.append(window)
+        return F.conv2d(x, weight, bias, window.stride, window.padding, window.dilation, x.shape[1])
+
+    monkeypatch.setattr(depthwise, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(swapping, "depthwise_conv2d", noted)
+    return windows
+
+
+def results(forward, net, plan=None):
+    net.zero_grad(set_to_none=True)
+    if plan is None:
+        y = forward()
+    else:
+        with fusion.fused(plan):
+            y = forward()
+    y.float().square().sum().backward()
+    return [y.detach(), *(p.grad for p in net.parameters())]
+
+
+def assert_same(forward, net):
+    """Whether a forward gives the same with and without; what `record` returns is not looked at."""
+    expected, plan = results(forward, net), fusion.record(forward)
+    for ours, its in zip(results(forward, net, plan), expected, strict=True):
+        assert ours.dtype == its.dtype
+        assert torch.equal(ours, its)
+
+
+IMAGES = torch.randn(2, 6, 9, 8).contiguous(memory_format=CL)
+ONE, TWO = (1, 1), (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("conv", "window"),
+    [
+        (nn.Conv2d(6, 6, 3, groups=6), Window(ONE, (0, 0), ONE)),
+        (nn.Conv2d(6, 6, 3, 2, 1, groups=6, bias=False), Window(TWO, ONE, ONE)),
+        (nn.Conv2d(6, 6, (3, 2), (2, 1), (0, 1), (1, 2), 6), Window((2, 1), (0, 1), (1, 2))),
+        (nn.Conv2d(6, 6, 3, padding=1, padding_mode="reflect", groups=6), Window(ONE, (0, 0), ONE)),
+    ],
+    ids=["plain", "halving", "oblong", "reflecting"],
+)
+def test_depthwise_layers_are(conv, window, swapped):
+    assert_same(lambda: conv(IMAGES), conv)
+    assert swapped == [window] * 2  # as it was recorded, and fused
+
+
+@pytest.mark.parametrize("stride", [2, (2,), [2, 2], torch.Size([2, 2])], ids=repr)
+def test_settings_in_all_the_ways_of_torch(stride, swapped):
+    weight = nn.Parameter(torch.randn(6, 1, 3, 3))
+    assert_same(lambda: F.conv2d(IMAGES, weight=weight, stride=stride, groups=6), nn.ParameterList([weight]))
+    assert swapped == [Window(TWO, (0, 0), ONE)] * 2
+
+
+@pytest.mark.parametrize(
+    ("conv", "images"),
+    [
+        (nn.Conv2d(6, 6, 3), IMAGES),
+        (nn.Conv2d(6, 6, 3, groups=3), IMAGES),
+        (nn.Conv2d(6, 12, 3, groups=6), IMAGES),
+        (nn.Conv2d(6, 6, 3, padding="same", groups=6), IMAGES),
+        (nn.Conv2d(6, 6, 8, groups=6), IMAGES),
+        (nn.Conv2d(6, 6, 3, groups=6), IMAGES.contiguous()),
+        (nn.Conv2d(6, 6, 3, groups=6), IMAGES[0]),
+        (nn.Conv2d(6, 6, 3, groups=6).double(), IMAGES.double()),
+        (nn.Conv2d(6, 6, 3, groups=6), IMAGES[:0]),
+        (nn.Conv1d(6, 6, 3, groups=6), IMAGES[..., 0]),
+    ],
+    ids=["dense", "grouped", "wider", "same", "many taps", "other layout", "no batch", "float64", "no images", "1d"],
+)
+def test_other_convolutions_are_not(conv, images, swapped):
+    assert_same(lambda: conv(images), conv)
+    assert swapped == []
+
+
+def test_nor_those_that_backward_runs_again(swapped):
+    conv = nn.Conv2d(6, 6, 3, groups=6)
+    images = IMAGES.clone(memory_format=torch.preserve_format).requires_grad_()
+    assert_same(lambda: checkpoint(conv, images, use_reentrant=False), conv)
+    assert swapped == []
+
+
+class Marked(torch.Tensor):
+    """Somebody's own kind of tensor."""
+
+
+def test_nor_those_of_other_tensors(swapped):
+    conv = nn.Conv2d(6, 6, 3, groups=6)
+    assert_same(lambda: conv(IMAGES.as_subclass(Marked)).as_subclass(torch.Tensor), conv)
+    assert swapped == []
+
+
+def test_nor_those_that_are_differentiated_in_other_ways(swapped):
+    conv = nn.Conv2d(6, 6, 3, groups=6, bias=False)
+
+    def of_functions():
+        return torch.func.jvp(conv, (IMAGES,), (IMAGES,))[1]
+
+    def of_tensors():
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(conv(forward_ad.make_dual(IMAGES, IMAGES))).tangent
+
+    assert_same(of_functions, conv)
+    assert_same(of_tensors, conv)
+    assert swapped == []
+
+
+def test_types_are_those_of_autocast(swapped):
+    conv = nn.Conv2d(6, 6, 3, groups=6)
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16):
+            return conv(IMAGES)
+
+    assert forward().dtype == torch.bfloat16
+    assert_same(forward, conv)
+    assert len(swapped) == 2
+
+
+def test_types_that_do_not_agree_are_refused_as_by_torch(swapped):
+    conv = nn.Conv2d(6, 6, 3, groups=6)
+    with pytest.raises(RuntimeError, match="should be the same"):
+        fusion.record(lambda: conv(IMAGES.bfloat16()))
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        depthwise_conv2d(IMAGES.bfloat16(), conv.weight, None, swapped[0])
+
+
+def test_all_of_a_network(swapped):
+    net = models.mobilenet_v1(width=0.25).to(memory_format=CL)
+    images = torch.randn(2, 3, 32, 32).contiguous(memory_format=CL)
+    fusion.record(lambda: net(images))
+    assert len(swapped) == 13
+
+
+def test_without_kernels_torch_does_it():
+    weight, window = torch.randn(6, 1, 3, 3), Window((2, 1), (1, 0), (1, 2))
+    assert not depthwise.supports(IMAGES, weight, None, window, 6)
+    expected = F.conv2d(IMAGES, weight, None, (2, 1), (1, 0), (1, 2), 6)
+    assert torch.equal(depthwise_conv2d(IMAGES, weight, None, window), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_kernels_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-m", "tests.depthwise_reference"], env=environment, check=True, timeout=300)
