@@ -135,7 +135,7 @@ def test_a_network_at_home_has_the_format_of_the_device() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_dense_network_at_home_never_comes_to_the_gpu(tmp_path: Path) -> None:
     recipe = Recipe(
-        model="small", width=24.0, budget="flops=0.02", epochs=1, batch_size=100, num_masks=2, resample_every=20
+        model="small", width=24.0, budget="flops=0.02", epochs=1, batch_size=20, num_masks=2, resample_every=20
     )
     recipe = merged(recipe, {"full_model_device": "cpu"})
     torch.cuda.empty_cache()
