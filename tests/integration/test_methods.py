@@ -105,6 +105,13 @@ def made(steps_per_epoch: int = STEPS, **settings: Any) -> Method:
     return make_method(merged(TINY, settings), model, torch.zeros(1, 1, 28, 28), steps_per_epoch)
 
 
+def test_the_start_of_a_search_can_be_trained_by_itself() -> None:
+    start = made(method="narrow", protocol="start", budget="flops=0.3")
+    search = made(method="slimstart", policy="equal_worth", budget="flops=0.3").sparse  # type: ignore[attr-defined]
+    shapes = [[parameter.shape for parameter in net.parameters()] for net in (start.snapshot([]), search.net)]
+    assert shapes[0] == shapes[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from slimstart import models, trace
+from slimstart import SparseTraining, models, trace
 from slimstart.accounting import flops
-from slimstart.baselines import front_heavy, narrow, uniform_mask
+from slimstart.baselines import front_heavy, narrow, start_mask, uniform_mask
 from slimstart.errors import BudgetError
-from slimstart.structure import Budget, Channels, EqualWorth, Flops, Params
+from slimstart.structure import Budget, Channels, Flops, Params
 from tests.zoo import ZOO
 
 GRAPHS = {
@@ -100,19 +100,28 @@ def test_widths_in_multiples_where_the_budget_allows_them(align: int) -> None:
     assert all(width % (2 * align) == 0 for width, size in zip(widths, sizes, strict=True) if size >= 32 * align)
     bound = budget.bind(graph.costs)
     assert 0.97 * bound.limit < bound.cost(mask) <= bound.limit
-    few = Flops(0.003).bind(graph.costs)  # too few for that
-    assert 0.95 * few.limit < few.cost(uniform_mask(graph, Flops(0.003), align)) <= few.limit
+    assert torch.equal(uniform_mask(graph, Flops(0.003), align), uniform_mask(graph, Flops(0.003)))  # too few for that
 
 
 @pytest.mark.parametrize("budget", [Flops(0.1), Flops(0.018), Params(0.2), Channels(0.3)], ids=str)
-@pytest.mark.parametrize("model", ["vgg19", "resnet32", "mobilenet_v1"])
-def test_a_search_for_widths_starts_from_it(model: str, budget: Budget) -> None:
-    graph = trace(models.build(model, num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
-    start = EqualWorth(graph.costs, budget, align=8).draw()[0]
-    assert torch.equal(start, uniform_mask(graph, budget, align=8))
-    if model == "vgg19":  # in single units, what rounding leaves is given out there and not here
-        single = EqualWorth(graph.costs, budget, align=1).draw()[0]
-        assert bool((single >= uniform_mask(graph, budget)).all())
+def test_the_start_of_a_search_has_equal_shares_too(budget: Budget) -> None:
+    graph = trace(models.build("vgg19", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
+    bound = budget.bind(graph.costs)
+    start, by_hand = start_mask(graph, budget), uniform_mask(graph, budget, align=8)
+    assert torch.equal(start, start_mask(graph, budget, align=8))
+    for mask in (start, by_hand):
+        assert 0.98 * bound.limit < bound.cost(mask) <= bound.limit
+    widths = [torch.bincount(graph.costs.unit_group[mask]) for mask in (start, by_hand)]
+    sizes = torch.bincount(graph.costs.unit_group)
+    step = torch.where(sizes >= 256, 16, 8)
+    assert bool(((widths[0] - widths[1]).abs() <= step).all())
+
+
+def test_a_search_starts_from_its_start() -> None:
+    model = models.build("small", num_classes=10, width=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparse = SparseTraining(model, optimizer, torch.zeros(1, 3, 28, 28), Flops(0.2))
+    assert torch.equal(sparse.mask, start_mask(sparse.graph, Flops(0.2)))
 
 
 @pytest.mark.parametrize("align", [1, 8])

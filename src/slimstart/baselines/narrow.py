@@ -3,7 +3,8 @@
 What anyone would do without a method. It keeps the first filters of every group, so it has the shape of a network that
 is built narrow by hand, for any model that can be traced. In its protocol **front_heavy** the number falls from the
 first group to the last by a factor of four: what someone would do who knows that late layers of such networks are wide
-for nothing.
+for nothing. In its protocol **start** it is the network that our search for widths starts from: equal shares too, but
+rounded in another way.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimstart.baselines.shares import group_sizes, largest_within
 from slimstart.graph import ChannelGraph, trace
-from slimstart.structure import Budget, Flops
-from slimstart.structure.fitting import Fit
+from slimstart.structure import BoundBudget, Budget, EqualWorth, Flops
+from slimstart.structure.fitting import steps
+from slimstart.structure.ranking import places
 from slimstart.subnet import compact_fresh
 
 FRONT_HEAVY = (2.0, 0.5)  # times the common share, of the first group and of the last
@@ -32,17 +35,47 @@ def uniform_mask(graph: ChannelGraph, budget: Budget, align: int = 1, profile: T
     """The mask that keeps the largest equal share of every group that the budget allows.
 
     Args:
-        align: large groups keep a multiple of so many units, because GPUs are slow at others, and what rounding leaves
-            of the budget is given out (`whole`): the start of a search for widths.
         profile: (G,), by which the shares of groups differ instead.
+        align: large groups keep a multiple of so many units (`steps`), because GPUs are slow at others; what rounding
+            leaves of the budget is given out to one group after the other.
 
     Raises:
         BudgetError: one unit per group is too much already.
     """
-    fit = Fit(budget.bind(graph.costs), graph.costs)
-    shares = fit.sizes if profile is None else fit.sizes * profile / profile.max()
-    widths = fit(shares.double().log()[None])[0].exp()
-    return fit.masks(widths) if align == 1 else fit.whole_mask(widths, align)
+    bound: BoundBudget = budget.bind(graph.costs)
+    group = graph.costs.unit_group
+    sizes = group_sizes(graph)
+    wanted = sizes if profile is None else sizes * profile
+    step = steps(sizes, align)
+    rank = places(torch.zeros(graph.num_units), group)
+
+    def mask(widths: Tensor) -> Tensor:
+        return rank < torch.minimum(widths, sizes)[group]
+
+    def of_share(share: float) -> Tensor:
+        return mask((share * wanted / step).round().clamp(min=1) * step)
+
+    if bound.cost(of_share(0.0)) > bound.limit:  # of one unit per group it is not: that would have been refused
+        return uniform_mask(graph, budget, profile=profile)
+    found = largest_within(bound, of_share)
+    if align > 1:
+        widths = torch.bincount(group[found])
+        for narrowest in torch.argsort(widths / wanted, stable=True).tolist():
+            wider = widths.index_add(0, torch.tensor([narrowest]), step[[narrowest]])
+            if bound.cost(mask(wider)) <= bound.limit:
+                widths = torch.minimum(wider, sizes)
+        found = mask(widths)
+    return found
+
+
+def start_mask(graph: ChannelGraph, budget: Budget, align: int | None = None) -> Tensor:
+    """The mask that a search for widths starts from: whether it learns anything is seen beside this one.
+
+    Args:
+        align: as for `EqualWorth`, with the same default.
+    """
+    settings = {} if align is None else {"align": align}
+    return EqualWorth(graph.costs, budget, **settings).best_guess()
 
 
 def narrow(

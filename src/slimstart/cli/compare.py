@@ -33,7 +33,8 @@ def compare(
         typer.Option(
             help=f"Contenders with commas between them: {', '.join(METHODS)}. slimstart:paper takes the paper's "
             "policy, slimstart:ESTIMATOR that with another estimator, l1:uniform (soft, thinet, provable, slimming) "
-            "one fraction for all layers, narrow:front_heavy shares that fall."
+            "one fraction for all layers, narrow:front_heavy shares that fall, narrow:start what "
+            "our search starts from."
         ),
     ],
     budget: Annotated[

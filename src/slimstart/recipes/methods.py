@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines import PRUNERS, front_heavy, narrow, random_structure
+from slimstart.baselines import PRUNERS, front_heavy, narrow, random_structure, start_mask
 from slimstart.baselines.relaxations import RELAXATIONS
 from slimstart.engine.wrapping import Wrap
 from slimstart.errors import ConfigError
@@ -21,7 +21,7 @@ from slimstart.recipes.pruned import Pruned
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.relaxed import Relaxed
 from slimstart.recipes.search import Search
-from slimstart.subnet import compact
+from slimstart.subnet import compact, compact_fresh
 
 __all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "alignment", "make_method", "sgd"]
 
@@ -59,6 +59,8 @@ def make_method(
         network = compact(model, graph.select(torch.ones(graph.num_units, dtype=torch.bool)))
     elif recipe.method == "random":
         network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))
+    elif recipe.protocol == "start":
+        network = compact_fresh(model, graph.select(start_mask(graph, budget, recipe.align)))
     else:
         profile = front_heavy(graph) if recipe.protocol == "front_heavy" else None
         network = narrow(model, graph, budget, alignment(recipe.align, example.device, engine), profile)
