@@ -17,8 +17,8 @@ WINDOWS = [  # with the size of the filter
     (SAME, (3, 3)),
     (HALF, (3, 3)),
     (Window((1, 1), (0, 0), (1, 1)), (1, 1)),
-    (Window((1, 1), (3, 3), (1, 1)), (7, 7)),
-    (Window((2, 1), (2, 0), (1, 2)), (5, 3)),
+    (Window((1, 1), (4, 0), (1, 1)), (9, 1)),
+    (Window((2, 1), (2, 0), (1, 2)), (3, 3)),
     (Window((3, 3), (2, 2), (2, 1)), (2, 3)),  # some pixels are read by nothing
     (Window((1, 2), (4, 5), (1, 1)), (3, 2)),  # some results read nothing but padding
 ]

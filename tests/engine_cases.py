@@ -20,6 +20,7 @@ from slimstart import Flops, NonFiniteLossError, SparseTraining, models, trace
 from slimstart.baselines.gates import Gates
 from slimstart.baselines.relaxations import RELAXATIONS, make_gates
 from slimstart.engine import PlainTraining
+from slimstart.kernels.depthwise import Window
 from slimstart.subnet.gating import Gated
 from tests.zoo import ZOO
 
@@ -426,6 +427,40 @@ def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, mon
     assert graphs.reason is None
     assert not torch.equal(eager.mask, before)
     assert (steps._pools is pools) != scarce  # memory of shapes that are gone is given back where it is needed
+
+
+def test_widths_that_are_learned_have_kernels_that_do_for_all(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that are found have the kernels of torch, captured or not."""
+    done = []
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        done.append(x.shape[1])
+        return F.conv2d(x, weight, bias, *window, x.shape[1])
+
+    monkeypatch.setattr("slimstart.kernels.depthwise.use_triton", lambda tensor: True)
+    monkeypatch.setattr("slimstart.engine.depthwise.depthwise_conv2d", noted)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 10),
+    ).to(device, memory_format=torch.channels_last)  # fmt: skip
+    images = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last).to(device)
+    labels = torch.arange(4, device=device)
+    settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "total_steps": 30}
+    sparse = SparseTraining(model, SGD(model.parameters(), 0.01), images, Flops(0.5), engine="graphs", **settings)
+    counts = []
+    while not sparse.settled:
+        done.clear()
+        sparse.step(loss_fn, images, labels)
+        counts.append(len(done))
+    assert sparse.reason is None
+    assert counts[0] == 1  # eagerly
+    assert counts[1] >= 2  # recorded, and captured
+    done.clear()
+    for _ in range(3):
+        sparse.step(loss_fn, images, labels)
+    assert sparse.reason is None
+    assert done == []
 
 
 def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw(device: str) -> None:

@@ -18,6 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -38,6 +39,7 @@ from slimstart.engine import (
     forward_without_trace,
     undoing_statistics,
 )
+from slimstart.engine.depthwise import AllWidths
 from slimstart.engine.optimizers import fuse, unfuse
 from slimstart.engine.stepping import Stepping
 from slimstart.engine.together import Together
@@ -255,7 +257,7 @@ class SparseTraining(Stepping):
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
         self._networks.net.follow_modes()
         with undoing_statistics(self._networks.net.statistics), reporting():
-            with self._kernels():
+            with self._kernels:
                 loss = loss_fn(self.net, *batch)
                 reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
             found = self._together.average([loss, *reference_losses], self.num_examples, self._networks.net.module)
@@ -265,6 +267,11 @@ class SparseTraining(Stepping):
         self.num_examples = found.num_examples
         self._learn(found.losses)
         return found.losses[0].detach()
+
+    @property
+    def _kernels(self) -> AbstractContextManager[object]:
+        """For an eager step: those that captured ones have, so that no others are built."""
+        return AllWidths() if self._steps is not None and self._steps.all_widths else nullcontext()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -365,6 +372,8 @@ class SparseTraining(Stepping):
     def _watch_on(self, active: bool) -> None:
         if self._watch is not None:
             self._watch.start(self._networks) if active else self._watch.stop()
+            if self._steps is not None:
+                self._steps.all_widths = active
             self._networks.version += 1  # captured steps do as before: they are captured anew
 
     @property

@@ -2,10 +2,11 @@
 
 `assembly.py` puts the parts of a search together. `eager.py` runs the user's loss function as it is; `graphs.py`
 captures it in CUDA graphs (`captured.py`, by `capture.py`), with fewer and larger kernels (`fusion.py`, made of
-`chains.py`, `casting.py` and `counting.py`); `backward.py` is what follows a forward, with what optimizers need to be
-captured in `optimizers.py`. `search.py` learns, draws and exchanges networks, on the host or on the device. `plain.py`
-trains an ordinary network on the same engine; `stepping.py` is what both trainings say of their steps. `wrapping.py`
-and `together.py` are for several ranks: what stands around a network, and who runs which reference.
+`chains.py`, `casting.py` and `counting.py`), and with some that do for all widths (`depthwise.py`); `backward.py` is
+what follows a forward, with what optimizers need to be captured in `optimizers.py`. `search.py` learns, draws and
+exchanges networks, on the host or on the device. `plain.py` trains an ordinary network on the same engine;
+`stepping.py` is what both trainings say of their steps. `wrapping.py` and `together.py` are for several ranks: what
+stands around a network, and who runs which reference.
 """
 
 from slimstart.engine.assembly import Assembly, assemble

@@ -102,6 +102,7 @@ class CapturedStep:
         loss_fn: of the network and the batch.
         leaves, tree: of a batch, by pytree; it is not used up.
         fuse: join operations where that is possible.
+        all_widths: as for `fusion.record`.
 
     Attributes:
         forward, behind, references: graphs, in the order in which they must run; references may run beside the forward.
@@ -120,8 +121,10 @@ class CapturedStep:
         leaves: Sequence[Any],
         tree: Any,
         fuse: bool,
+        all_widths: bool = False,
     ) -> None:
         self._board, self.is_fused, self.is_random = board, fuse, False
+        self._all_widths = all_widths
         self._static = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for mine, its in zip(self._static, leaves, strict=True):
             if isinstance(its, Tensor) and its.requires_grad:
@@ -167,7 +170,7 @@ class CapturedStep:
             with torch.random.fork_rng(devices=[device]):
                 generator = torch.cuda.default_generators[device.index or 0]
                 before = generator.get_offset()
-                plan = fusion.record(run)
+                plan = fusion.record(run, self._all_widths)
                 self.is_random |= generator.get_offset() != before
                 loss = fused() if self.is_fused else run()
                 if not no_grad:

@@ -57,6 +57,8 @@ class Steps:
         ok: bool, on the device: whether all losses since `forgive` have been finite.
         reason: why the last step ran eagerly, or None.
         num_captures: how often something was captured.
+        all_widths: whether steps that are captured from now on have kernels for all widths, where those for one width
+            are compiled: those are faster, but the network may be another one before they are worth it.
     """
 
     def __init__(self, subject: Subject, backward: Backward, losses: Tensor, fuse: bool = True) -> None:
@@ -72,6 +74,7 @@ class Steps:
         self._version = -1
         self.reason: str | None = None
         self.num_captures = 0
+        self.all_widths = False
 
     def find(self, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         """The captured step for such a batch; None where the caller has to run it eagerly."""
@@ -135,10 +138,10 @@ class Steps:
     def _in_what_is_free(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any, fuse: bool) -> CapturedStep:
         """While a graph is captured, PyTorch gives back nothing that it has cached for eager steps."""
         with suppress(torch.OutOfMemoryError):
-            return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
+            return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse, self.all_widths)
         self._renew_pools()
         torch.cuda.empty_cache()
-        return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
+        return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse, self.all_widths)
 
     def _renew_pools(self) -> None:
         """After a capture that broke off, which may have spoilt them, or where their memory is needed."""
