@@ -1,12 +1,11 @@
 """SparseTraining as its users run it: it learns, keeps to its budget, and gets on with the rest of PyTorch."""
 
 import copy
-import importlib.util
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ import slimstart
 from slimstart import BudgetError, Channels, Flops, NonFiniteLossError, Params, SparseTraining
 from slimstart.costs import CostTable
 from slimstart.structure import Budget, Policy, leave_one_out_of
+from tests.datasets import real_cifar10
 from tests.zoo import ZOO
 
 # --------------------------------------------------------------------------- a small task and small networks
@@ -166,15 +166,7 @@ def test_the_quickstart_loop_learns_within_its_budget(budget: Budget) -> None:
 @pytest.mark.slow
 def test_learns_real_images() -> None:
     """CIFAR-10, a part of it: well above the 10 % of chance after a minute on one core."""
-    folder = Path(__file__).parents[2] / ".." / "shared" / "data"
-    if not (folder / "load_cifar10.py").exists():
-        pytest.skip("CIFAR-10 is not in ../shared/data beside the repository")
-    spec = importlib.util.spec_from_file_location("load_cifar10", folder / "load_cifar10.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loader_module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loader_module)
-    data = loader_module.load(str(folder))
+    data = np.load(real_cifar10())
 
     def tensors(images: Any, labels: Any, n: int) -> tuple[Tensor, Tensor]:
         images = torch.from_numpy(images[:n]).permute(0, 3, 1, 2).float() / 255
