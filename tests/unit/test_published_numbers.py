@@ -153,7 +153,7 @@ def test_how_long_a_training_takes_is_what_was_measured() -> None:
     (narrow, _), (ours, _) = (seconds(f"{tiny}{WIDTHS}-first", method) for method in ("narrow", "slimstart"))
     assert f"the first training there takes {ours:.1f} s and {narrow:.1f} s" in time
     epochs = [statistics.mean(epoch.seconds for epoch in run.history[20:]) for run in (by_ours, by_cudnn)]
-    assert f"takes {100 * (epochs[0] / epochs[1] - 1):.0f} % longer with them than with cuDNN's" in time
+    assert f"took {100 * (epochs[0] / epochs[1] - 1):.0f} % longer with them than in the runs with cuDNN's" in time
 
 
 def ahead(variant: str, model: str, budget: str, of: str = "narrow") -> float:
