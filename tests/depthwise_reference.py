@@ -72,6 +72,21 @@ def check_twice(shape, window, taps, device="cpu"):
     assert max(map(error, ours, expected)) < 2e-5
 
 
+def check_packed(shape, window, taps, device="cpu"):
+    """Saved tensors may come back in another layout, as from `torch.autograd.graph.save_on_cpu`."""
+    x = torch.randn(shape, device=device).contiguous(memory_format=CL).requires_grad_()
+    weight = torch.randn(shape[1], 1, *taps, device=device, requires_grad=True)
+
+    def gradients(function):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
+            y = function()
+        return torch.autograd.grad(y.square().sum(), (x, weight))
+
+    ours = gradients(lambda: depthwise_conv2d(x, weight, None, window))
+    expected = gradients(lambda: F.conv2d(x, weight, None, *window, shape[1]))
+    assert max(error(*pair) for pair in zip(ours, [t.double() for t in expected], strict=True)) < 2e-5
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
@@ -85,3 +100,4 @@ if __name__ == "__main__":
     depthwise.PARTIALS = 1000
     check((5, 8, 40, 40), SAME, (3, 3))  # many programs, each with one image
     check_twice((2, 6, 5, 6), *WINDOWS[4])
+    check_packed((2, 6, 5, 6), *WINDOWS[1])

@@ -429,7 +429,10 @@ def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, mon
     assert (steps._pools is pools) != scarce  # memory of shapes that are gone is given back where it is needed
 
 
-def test_widths_that_are_learned_have_kernels_that_do_for_all(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fuse", [True, False])
+def test_widths_that_are_learned_have_kernels_that_do_for_all(
+    device: str, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And those that are found have the kernels of torch, captured or not."""
     done = []
 
@@ -439,28 +442,42 @@ def test_widths_that_are_learned_have_kernels_that_do_for_all(device: str, monke
 
     monkeypatch.setattr("slimstart.kernels.depthwise.use_triton", lambda tensor: True)
     monkeypatch.setattr("slimstart.engine.depthwise.depthwise_conv2d", noted)
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        nn.Linear(8, 10),
-    ).to(device, memory_format=torch.channels_last)  # fmt: skip
-    images = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last).to(device)
-    labels = torch.arange(4, device=device)
-    settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "total_steps": 30}
-    sparse = SparseTraining(model, SGD(model.parameters(), 0.01), images, Flops(0.5), engine="graphs", **settings)
-    counts = []
-    while not sparse.settled:
+    images = torch.randn(8, 3, 6, 6).contiguous(memory_format=torch.channels_last).to(device)
+    labels = torch.arange(8, device=device)
+
+    def begun() -> SparseTraining:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1)),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
+        ).to(device, memory_format=torch.channels_last)
+        settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "total_steps": 60}
+        made = SparseTraining(model, SGD(model.parameters(), 0.01), images, Flops(0.5), engine="graphs", **settings)
+        assert made._steps is not None
+        made._steps._fuse = fuse
+        return made
+
+    def calls(sparse: SparseTraining, size: int) -> int:
         done.clear()
-        sparse.step(loss_fn, images, labels)
-        counts.append(len(done))
+        sparse.step(loss_fn, images[:size], labels[:size])
+        return len(done)
+
+    sparse = begun()
+    assert calls(sparse, 4) == 1  # eagerly
+    assert calls(sparse, 4) == 3  # recorded, as planned, and captured
+    assert calls(sparse, 5) == 1  # another kind of step, eagerly again
+    state = sparse.state_dict()
+    while not sparse.settled:
+        sparse.step(loss_fn, images[:4], labels[:4])
+    assert [calls(sparse, size) for size in (4, 4, 6)] == [0, 0, 0]
     assert sparse.reason is None
-    assert counts[0] == 1  # eagerly
-    assert counts[1] >= 2  # recorded, and captured
-    done.clear()
-    for _ in range(3):
-        sparse.step(loss_fn, images, labels)
-    assert sparse.reason is None
-    assert done == []
+    found = sparse.state_dict()
+    sparse = begun()
+    sparse.load_state_dict(found)
+    assert [calls(sparse, 4) for _ in range(3)] == [0, 0, 0]
+    sparse = begun()
+    sparse.load_state_dict(state)
+    assert calls(sparse, 4) == 1
 
 
 def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw(device: str) -> None:

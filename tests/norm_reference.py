@@ -63,6 +63,20 @@ def check(*args, **kwargs):
         assert value < (rounding if name in ("y", "x", "residual") else 2e-5), (args, kwargs, found)  # not NaN either
 
 
+def check_packed(shape, device="cpu"):
+    """Saved tensors may come back in another layout, as from `torch.autograd.graph.save_on_cpu`."""
+    x, residual = (torch.randn(shape, device=device).contiguous(memory_format=CL).requires_grad_() for _ in range(2))
+
+    def gradients(function):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
+            y = function()
+        return torch.autograd.grad(y.square().sum(), (x, residual))
+
+    ours = gradients(lambda: norm.batch_norm_act(x, residual, None, None, None, None, 0.1, 1e-5, True))
+    expected = gradients(lambda: (F.batch_norm(x, None, None, training=True) + residual).relu())
+    assert max(error(*pair) for pair in zip(ours, [t.double() for t in expected], strict=True)) < 2e-5
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
@@ -76,5 +90,6 @@ if __name__ == "__main__":
         check((2, 3, 5, 7), dtype=torch.float16)
         check((2, 640, 2, 3))
         check((64, 16, 1, 1))
+        check_packed((2, 24, 5, 7))
     norm.SMALL_ROWS = 0
     check((2, 1100, 2, 2))  # more than half of the widest tile

@@ -270,7 +270,7 @@ class SparseTraining(Stepping):
 
     @property
     def _kernels(self) -> AbstractContextManager[object]:
-        """For an eager step: those that captured ones have, so that no others are built."""
+        """Outside of captured steps: those that they have, so that no others are built."""
         return AllWidths() if self._steps is not None and self._steps.all_widths else nullcontext()
 
     def __reduce__(self) -> Any:
@@ -516,7 +516,8 @@ class SparseTraining(Stepping):
         loss_fn: LossFunction | None,
         plain: bool,
     ) -> nn.Module:
-        small = finished(self.model, self.graph.select(mask), batches, loss_fn, plain, self._place)
+        with self._kernels:
+            small = finished(self.model, self.graph.select(mask), batches, loss_fn, plain, self._place)
         if batches is not None:
             self._average_statistics(small)
         return small

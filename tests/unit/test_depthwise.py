@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,7 @@ def test_depthwise_layers_are(conv, window, swapped):
     assert swapped == [window] * 2  # as it was recorded, and fused
 
 
-@pytest.mark.parametrize("stride", [2, (2,), [2, 2], torch.Size([2, 2])], ids=repr)
+@pytest.mark.parametrize("stride", [2, (2,), [2, 2], torch.Size([2, 2]), np.int64(2), torch.tensor(2)], ids=repr)
 def test_settings_in_all_the_ways_of_torch(stride, swapped):
     weight = nn.Parameter(torch.randn(6, 1, 3, 3))
     assert_same(lambda: F.conv2d(IMAGES, weight=weight, stride=stride, groups=6), nn.ParameterList([weight]))
@@ -131,6 +132,30 @@ def test_nor_those_that_are_differentiated_in_other_ways(swapped):
     assert_same(of_functions, conv)
     assert_same(of_tensors, conv)
     assert swapped == []
+
+
+@pytest.mark.usefixtures("swapped")
+def test_what_is_compiled_as_one_graph_still_is(monkeypatch):
+    monkeypatch.setattr(depthwise, "use_triton", lambda tensor: not torch.compiler.is_compiling())
+    conv = nn.Conv2d(6, 6, 3, groups=6)
+    compiled = torch.compile(conv, backend="eager", fullgraph=True)
+    with swapping.AllWidths():
+        ours = compiled(IMAGES)
+    assert torch.equal(ours, conv(IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bias": torch.zeros(3)}, "bias"),
+        ({"stride": 0}, "stride"),
+        ({"dilation": 0}, "dilation"),
+    ],
+)
+def test_what_torch_refuses_is_refused(settings, message, swapped):
+    weight = torch.randn(6, 1, 3, 3)
+    with pytest.raises(RuntimeError, match=message), swapping.AllWidths():
+        F.conv2d(IMAGES, weight, groups=6, **settings)
 
 
 def test_types_are_those_of_autocast(swapped):

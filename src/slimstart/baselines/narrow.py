@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from slimstart.baselines.shares import group_sizes, largest_within
 from slimstart.graph import ChannelGraph, trace
 from slimstart.structure import BoundBudget, Budget, EqualWorth, Flops
+from slimstart.structure.equal_worth import ALIGN
 from slimstart.structure.fitting import steps
 from slimstart.structure.ranking import places
 from slimstart.subnet import compact_fresh
@@ -74,8 +75,7 @@ def start_mask(graph: ChannelGraph, budget: Budget, align: int | None = None) ->
     Args:
         align: as for `EqualWorth`, with the same default.
     """
-    settings = {} if align is None else {"align": align}
-    return EqualWorth(graph.costs, budget, **settings).best_guess()
+    return EqualWorth(graph.costs, budget, align=ALIGN if align is None else align).best_guess()
 
 
 def narrow(

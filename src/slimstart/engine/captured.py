@@ -8,7 +8,7 @@ first run, which must not be while a graph is captured. What that changes is put
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from slimstart.engine import fusion
 from slimstart.engine.backward import Backward
 from slimstart.engine.capture import Pool, capture
+from slimstart.engine.depthwise import AllWidths
 from slimstart.engine.eager import LossFunction
 from slimstart.engine.optimizers import CapturedRates
 from slimstart.kernels import Move, Moves
@@ -121,7 +122,7 @@ class CapturedStep:
         leaves: Sequence[Any],
         tree: Any,
         fuse: bool,
-        all_widths: bool = False,
+        all_widths: bool,
     ) -> None:
         self._board, self.is_fused, self.is_random = board, fuse, False
         self._all_widths = all_widths
@@ -159,8 +160,9 @@ class CapturedStep:
             with torch.set_grad_enabled(not no_grad):
                 return loss_fn(module, *batch)
 
-        def fused() -> Tensor:
-            with fusion.fused(plan):
+        def planned() -> Tensor:
+            unfused = AllWidths() if self._all_widths else nullcontext()
+            with fusion.fused(plan) if self.is_fused else unfused:
                 return run()
 
         device = self._board.losses.device
@@ -172,14 +174,14 @@ class CapturedStep:
                 before = generator.get_offset()
                 plan = fusion.record(run, self._all_widths)
                 self.is_random |= generator.get_offset() != before
-                loss = fused() if self.is_fused else run()
+                loss = planned()
                 if not no_grad:
                     loss.backward()
         finally:
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):  # to write to a constant would make it one that changes
                     buffer.copy_(value)
-        return fused if self.is_fused else run
+        return planned
 
     def _forward(self, run: Callable[[], Tensor]) -> None:
         self._backups.gather_(self._places)

@@ -24,10 +24,10 @@ def for_all_widths(call: Call) -> Call:
         return call
     conv = _Conv(*call.args, **call.kwargs)
     plain = all(map(_is_plain, call.operands)) and not torch._C._are_functorch_transforms_active()
-    if not plain or isinstance(conv.padding, str) or inside_checkpoint():
+    if not plain or isinstance(conv.padding, str):
         return call
     window = Window(_pair(conv.stride), _pair(conv.padding), _pair(conv.dilation))
-    if not supports(conv.input, conv.weight, conv.bias, window, conv.groups):
+    if not supports(conv.input, conv.weight, conv.bias, window, conv.groups) or inside_checkpoint():
         return call
     tensors = [None if tensor is None else _cast(tensor) for tensor in (conv.input, conv.weight, conv.bias)]
     return call._replace(func=depthwise_conv2d, args=(*tensors, window), kwargs={})
@@ -62,7 +62,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _pair(value: Any) -> tuple[int, int]:
     """What torch understands: one number for both, alone or in a sequence, or one for each."""
-    numbers = [value] if isinstance(value, int) else list(value)
+    numbers = value if isinstance(value, (tuple, list)) else [value]
     return int(numbers[0]), int(numbers[-1])
 
 

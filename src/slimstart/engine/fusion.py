@@ -45,7 +45,7 @@ class Plan:
     calls: tuple[Function, ...]
     chains: tuple[Chain, ...]
     casts: Casts
-    all_widths: bool = False
+    all_widths: bool
 
 
 def record(forward: Callable[[], Any], all_widths: bool = False) -> Plan:

@@ -4,8 +4,8 @@ r"""Depthwise convolution: every channel with a filter of its own, whatever the 
 
 with the stride s, the dilation d and the padding q. cuDNN compiles kernels for every number of channels that it has not
 met, for more than half a second per layer, and a network whose widths are learned has new ones in every layer and every
-round. Here one kernel does for all of them. It reads x once for every tap, all but the first time from a cache; cuDNN's
-are faster in the end.
+round. Here one kernel does for all that have the same power of two in them, up to 8. It reads x once for every tap, all
+but the first time from a cache; cuDNN's are faster in the end.
 
 Sums are float32 whatever x is. Equal inputs give equal bits.
 """
@@ -50,6 +50,8 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, gro
         and groups == x.shape[1] == weight.shape[0] > 1
         and weight.shape[1] == 1
         and weight.shape[2:].numel() <= MAX_TAPS
+        and (bias is None or bias.shape == weight.shape[:1])
+        and min(*window.stride, *window.dilation) > 0
         and all(t is None or (t.dtype in DTYPES and t.device == x.device) for t in (weight, bias))
         and max(x.numel(), x.shape[0] * x.shape[1] * _area(x, weight, window)) <= MAX_ELEMENTS
         and x.numel() > 0
@@ -94,7 +96,9 @@ class _DepthwiseConv2d(torch.autograd.Function):
 
         from slimstart.kernels import depthwise_triton as kernels
 
-        dy, weight = dy.contiguous(memory_format=torch.channels_last), weight.contiguous()
+        # Of x too: a hook on saved tensors may have brought it back in another layout.
+        x, dy = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, dy))
+        weight = weight.contiguous()
         dx = d_weight = None
         settings = _settings(x, dy, weight, ctx.window)
         with torch.cuda.device_of(x):

@@ -111,7 +111,7 @@ def backward_filter(
             tl.store(partial + row * channels + c, tl.sum(total, 0), mask=inside)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "num_partials", "columns", "channels"])
+@triton.jit(do_not_specialize=["num_partials", "columns", "channels"])
 def backward_finish(partial, d_weight, num_partials, columns, channels, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
     """The gradient of the filters, (C, T), from its partial sums, in a fixed order."""
     column = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)

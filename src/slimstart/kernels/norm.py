@@ -140,7 +140,10 @@ class _BatchNormAct(torch.autograd.Function):
         from slimstart.kernels import norm_triton as kernels
 
         x, y, weight, bias, mean, rstd = ctx.saved_tensors
-        dy, dx, channels = dy.contiguous(memory_format=torch.channels_last), torch.empty_like(x), x.shape[1]
+        # Of saved tensors too: a hook on them may have brought them back in another layout.
+        x, dy = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, dy))
+        y = None if y is None else y.contiguous(memory_format=torch.channels_last)
+        dx, channels = torch.empty_like(x), x.shape[1]
         d_residual = torch.empty_like(x) if y is not None else None
         d_weight, d_bias = torch.empty(2, channels, dtype=torch.float32, device=x.device)
         affine = (mean, rstd, weight, bias)

@@ -217,9 +217,10 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     if recipe.warmup_epochs >= recipe.epochs:
         yield f"`warmup_epochs` is {recipe.warmup_epochs}; it must be less than `epochs`, {recipe.epochs}"
     if recipe.method != OWN_PROTOCOLS.get(recipe.protocol, recipe.method):
+        has = [name for name in PROTOCOLS if OWN_PROTOCOLS.get(name, recipe.method) == recipe.method]
         yield (
             f"`protocol` is {recipe.protocol!r}, which only the method {OWN_PROTOCOLS[recipe.protocol]} has; "
-            f"{recipe.method} has original and uniform"
+            f"{recipe.method} has {', '.join(has)}"
         )
     if recipe.rounds > max(1, recipe.finetune_epochs):
         yield (
