@@ -448,7 +448,7 @@ def test_widths_that_are_learned_have_kernels_that_do_for_all(
     def begun() -> SparseTraining:
         torch.manual_seed(0)
         model = nn.Sequential(
-            *(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1)),
+            *(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)),
             *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
         ).to(device, memory_format=torch.channels_last)
         settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "total_steps": 60}
@@ -466,6 +466,8 @@ def test_widths_that_are_learned_have_kernels_that_do_for_all(
     assert calls(sparse, 4) == 1  # eagerly
     assert calls(sparse, 4) == 3  # recorded, as planned, and captured
     assert calls(sparse, 5) == 1  # another kind of step, eagerly again
+    sparse.snapshot([(images, labels)], loss_fn)
+    assert len(done) == 2
     state = sparse.state_dict()
     while not sparse.settled:
         sparse.step(loss_fn, images[:4], labels[:4])

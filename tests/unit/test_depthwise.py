@@ -14,10 +14,12 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from slimstart import models
+from slimstart.data import load
 from slimstart.engine import depthwise as swapping
 from slimstart.engine import fusion
 from slimstart.kernels import depthwise
 from slimstart.kernels.depthwise import Window, depthwise_conv2d
+from slimstart.recipes.evaluation import evaluate
 
 CL = torch.channels_last
 
@@ -186,6 +188,17 @@ def test_all_of_a_network(swapped):
     with fusion.fused(fusion.record(lambda: net(images))):
         net(images)
     assert len(swapped) == 13  # nothing, if nobody asks for it
+
+
+def test_a_network_that_is_looked_at_has_them(swapped):
+    net = nn.Sequential(nn.Conv2d(1, 6, 3, 2), nn.Conv2d(6, 6, 3, 4, groups=6), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net = nn.Sequential(net, nn.Linear(6, 10)).to(memory_format=CL)
+    data = load("fashion", batch_size=500)
+    loss, _ = evaluate(net, data, "float32")
+    assert len(swapped) == len(list(data.test.epoch(0)))
+    images, labels = (torch.cat(parts) for parts in zip(*data.test.epoch(0), strict=True))
+    with torch.no_grad():
+        assert loss == pytest.approx(float(F.cross_entropy(net(images), labels)), rel=1e-5)
 
 
 def test_without_kernels_torch_does_it():
