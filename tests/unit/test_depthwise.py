@@ -1,10 +1,12 @@
 """Which convolutions are left to the kernel for all widths, and that it gets what torch would."""
 
+import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 
+import depthwise_time
 import numpy as np
 import pytest
 import torch
@@ -206,6 +208,18 @@ def test_without_kernels_torch_does_it():
     assert not depthwise.supports(IMAGES, weight, None, window, 6)
     expected = F.conv2d(IMAGES, weight, None, (2, 1), (1, 0), (1, 2), 6)
     assert torch.equal(depthwise_conv2d(IMAGES, weight, None, window), expected)
+
+
+def test_the_benchmark_has_both_sides_of_every_layer(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(depthwise_time, "LAYERS", (depthwise_time.Layer(8, 4, 1), depthwise_time.Layer(6, 5, 2)))
+    arguments = ["--device", "cpu", "--batch", "1", "--rounds", "2", "--out", str(tmp_path / "record.json")]
+    monkeypatch.setattr(sys, "argv", ["depthwise_time.py", *arguments])
+    depthwise_time.main()
+    rows = json.loads((tmp_path / "record.json").read_text())["rows"]
+    assert [(row["channels"], row["size"], row["stride"]) for row in rows] == [(8, 4, 1), (6, 5, 2)]
+    assert all(row[f"{name}{when}"] > 0 for row in rows for name in ("torch", "ours") for when in ("_first_ms", "_ms"))
+    ratio = sum(row["ours_ms"] for row in rows) / sum(row["torch_ms"] for row in rows)
+    assert f"all of them: {ratio:.2f} times the time of torch" in capsys.readouterr().out
 
 
 @pytest.mark.slow
