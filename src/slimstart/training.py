@@ -271,7 +271,7 @@ class SparseTraining(Stepping):
     @property
     def _kernels(self) -> AbstractContextManager[object]:
         """Outside of captured steps: those that they have, so that no others are built."""
-        return AllWidths() if self._steps is not None and self._steps.all_widths else nullcontext()
+        return nullcontext() if self._steps is None else self._steps.kernels()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -373,7 +373,7 @@ class SparseTraining(Stepping):
         if self._watch is not None:
             self._watch.start(self._networks) if active else self._watch.stop()
             if self._steps is not None:
-                self._steps.all_widths = active
+                self._steps.kernels = AllWidths if active else nullcontext
             self._networks.version += 1  # captured steps do as before: they are captured anew
 
     @property

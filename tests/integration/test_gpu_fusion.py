@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from slimstart import models
 from slimstart.engine import fusion
+from slimstart.engine.depthwise import AllWidths
 from slimstart.kernels import depthwise, norm
 from tests import depthwise_reference
 from tests.norm_reference import CL, check, check_packed, error
@@ -166,14 +167,15 @@ def test_a_captured_step_is_as_close_to_float64_as_without(name, autocast):
     loss_fn_exact = F.cross_entropy(exact(images.double()), labels)
     loss_fn_exact.backward()
 
-    plan = fusion.record(lambda: loss_fn(net, images), all_widths=True)
+    with AllWidths():
+        plan = fusion.record(lambda: loss_fn(net, images))
     sums = sum(chain.add is not None for chain in plan.chains)
     assert (len(plan.chains) - sums, sums) == NETWORKS[name]
 
     def step(fused):
         net.zero_grad(set_to_none=True)
         if fused:
-            with fusion.fused(plan):
+            with AllWidths(), fusion.fused(plan):
                 loss = loss_fn(net, images)
         else:
             loss = loss_fn(net, images)

@@ -53,8 +53,10 @@ def results(forward, net, plan=None):
 
 def assert_same(forward, net):
     """Whether a forward gives the same with and without; what `record` returns is not looked at."""
-    expected, plan = results(forward, net), fusion.record(forward, all_widths=True)
-    for ours, its in zip(results(forward, net, plan), expected, strict=True):
+    expected = results(forward, net)
+    with swapping.AllWidths():
+        found = results(forward, net, fusion.record(forward))
+    for ours, its in zip(found, expected, strict=True):
         assert ours.dtype == its.dtype
         assert torch.equal(ours, its)
 
@@ -176,8 +178,8 @@ def test_types_are_those_of_autocast(swapped):
 
 def test_types_that_do_not_agree_are_refused_as_by_torch(swapped):
     conv = nn.Conv2d(6, 6, 3, groups=6)
-    with pytest.raises(RuntimeError, match="should be the same"):
-        fusion.record(lambda: conv(IMAGES.bfloat16()), all_widths=True)
+    with pytest.raises(RuntimeError, match="should be the same"), swapping.AllWidths():
+        conv(IMAGES.bfloat16())
     with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
         depthwise_conv2d(IMAGES.bfloat16(), conv.weight, None, swapped[0])
 
@@ -185,11 +187,12 @@ def test_types_that_do_not_agree_are_refused_as_by_torch(swapped):
 def test_all_of_a_network(swapped):
     net = models.mobilenet_v1(width=0.25).to(memory_format=CL)
     images = torch.randn(2, 3, 32, 32).contiguous(memory_format=CL)
-    fusion.record(lambda: net(images), all_widths=True)
+    with swapping.AllWidths():
+        plan = fusion.record(lambda: net(images))
     assert len(swapped) == 13
-    with fusion.fused(fusion.record(lambda: net(images))):
+    with fusion.fused(plan):
         net(images)
-    assert len(swapped) == 13  # nothing, if nobody asks for it
+    assert len(swapped) == 13  # nothing, where nobody asks for it
 
 
 def test_a_network_that_is_looked_at_has_them(swapped):

@@ -8,7 +8,7 @@ first run, which must not be while a graph is captured. What that changes is put
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from slimstart.engine import fusion
 from slimstart.engine.backward import Backward
 from slimstart.engine.capture import Pool, capture
-from slimstart.engine.depthwise import AllWidths
 from slimstart.engine.eager import LossFunction
 from slimstart.engine.optimizers import CapturedRates
 from slimstart.kernels import Move, Moves
@@ -103,7 +102,6 @@ class CapturedStep:
         loss_fn: of the network and the batch.
         leaves, tree: of a batch, by pytree; it is not used up.
         fuse: join operations where that is possible.
-        all_widths: as for `fusion.record`.
 
     Attributes:
         forward, behind, references: graphs, in the order in which they must run; references may run beside the forward.
@@ -122,10 +120,8 @@ class CapturedStep:
         leaves: Sequence[Any],
         tree: Any,
         fuse: bool,
-        all_widths: bool,
     ) -> None:
         self._board, self.is_fused, self.is_random = board, fuse, False
-        self._all_widths = all_widths
         self._static = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for mine, its in zip(self._static, leaves, strict=True):
             if isinstance(its, Tensor) and its.requires_grad:
@@ -160,9 +156,8 @@ class CapturedStep:
             with torch.set_grad_enabled(not no_grad):
                 return loss_fn(module, *batch)
 
-        def planned() -> Tensor:
-            unfused = AllWidths() if self._all_widths else nullcontext()
-            with fusion.fused(plan) if self.is_fused else unfused:
+        def fused() -> Tensor:
+            with fusion.fused(plan):
                 return run()
 
         device = self._board.losses.device
@@ -172,16 +167,16 @@ class CapturedStep:
             with torch.random.fork_rng(devices=[device]):
                 generator = torch.cuda.default_generators[device.index or 0]
                 before = generator.get_offset()
-                plan = fusion.record(run, self._all_widths)
+                plan = fusion.record(run)
                 self.is_random |= generator.get_offset() != before
-                loss = planned()
+                loss = fused() if self.is_fused else run()
                 if not no_grad:
                     loss.backward()
         finally:
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):  # to write to a constant would make it one that changes
                     buffer.copy_(value)
-        return planned
+        return fused if self.is_fused else run
 
     def _forward(self, run: Callable[[], Tensor]) -> None:
         self._backups.gather_(self._places)

@@ -13,34 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
-from slimstart.engine.calls import Call, Calls, inside_checkpoint
+from slimstart.engine.calls import Function, inside_checkpoint
 from slimstart.kernels.depthwise import Window, depthwise_conv2d, supports
 
 
-def for_all_widths(call: Call) -> Call:
-    """The same call; or, of a depthwise convolution that the kernel can do, the one that has it done."""
-    if call.func is not F.conv2d:
-        return call
-    conv = _Conv(*call.args, **call.kwargs)
-    plain = all(map(_is_plain, call.operands)) and not torch._C._are_functorch_transforms_active()
-    if not plain or isinstance(conv.padding, str):
-        return call
-    window = Window(_pair(conv.stride), _pair(conv.padding), _pair(conv.dilation))
-    if not supports(conv.input, conv.weight, conv.bias, window, conv.groups) or inside_checkpoint():
-        return call
-    tensors = [None if tensor is None else _cast(tensor) for tensor in (conv.input, conv.weight, conv.bias)]
-    return call._replace(func=depthwise_conv2d, args=(*tensors, window), kwargs={})
+class AllWidths(TorchFunctionMode):
+    """Within, depthwise convolutions are done by the kernel, where it can. Modes that are to see them go inside."""
 
-
-class AllWidths(Calls):
-    """Within, all calls are made `for_all_widths`."""
-
-    def call(self, call: Call) -> Any:
-        return for_all_widths(call).run()
-
-    def expose(self, tensor: Tensor) -> None:
-        pass
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = _convolved(_Conv(*args, **kwargs)) if func is F.conv2d else None
+        return func(*args, **kwargs) if result is None else result
 
 
 class _Conv(NamedTuple):
@@ -55,8 +40,22 @@ class _Conv(NamedTuple):
     groups: int = 1
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _convolved(conv: _Conv) -> Tensor | None:
+    """What a convolution gives, or None where the kernel cannot do it."""
+    x, weight, bias = conv[:3]
+    plain = all(map(_is_plain, (x, weight, bias))) and not torch._C._are_functorch_transforms_active()
+    if not plain or isinstance(conv.padding, str):
+        return None
+    window = Window(_pair(conv.stride), _pair(conv.padding), _pair(conv.dilation))
+    if not supports(x, weight, bias, window, conv.groups) or inside_checkpoint():
+        return None
+    return depthwise_conv2d(_cast(x), _cast(weight), None if bias is None else _cast(bias), window)
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
     """Whether a tensor is torch's own, without a tangent: the kernel has no forward derivative."""
+    if tensor is None:
+        return True
     return type(tensor) in (Tensor, nn.Parameter) and forward_ad.unpack_dual(tensor).tangent is None
 
 

@@ -7,9 +7,6 @@ forward again, with
 - the parameters that autocast casts for every layer cast at once, and their gradients, too (`casting.py`);
 - the counters of batches increased at once (`counting.py`).
 
-Where widths will soon be others, both have depthwise convolutions done by kernels that are not compiled anew for each
-(`depthwise.py`).
-
 A CUDA graph captured meanwhile holds fewer kernels and reads memory less often; Python is not there when it is
 replayed, so noticing all this costs nothing. Whatever the network is: calls are seen where torch sees them, in modules,
 functions and operators alike.
@@ -28,7 +25,6 @@ from slimstart.engine.calls import Call, Calls, DivergedError, Function
 from slimstart.engine.casting import Caster, CastFinder, Casts
 from slimstart.engine.chains import Chain, ChainFinder, ChainRunner
 from slimstart.engine.counting import Counters
-from slimstart.engine.depthwise import for_all_widths
 
 __all__ = ["DivergedError", "Plan", "fused", "record"]
 
@@ -39,22 +35,16 @@ class Plan:
 
     Attributes:
         casts: of the parameters that the recorded forward used; others are cast by autocast, when they are used.
-        all_widths: whether depthwise convolutions have kernels for all widths.
     """
 
     calls: tuple[Function, ...]
     chains: tuple[Chain, ...]
     casts: Casts
-    all_widths: bool
 
 
-def record(forward: Callable[[], Any], all_widths: bool = False) -> Plan:
-    """Run a forward as it is, and find what can be fused in it. It has all the effects that a forward has.
-
-    Args:
-        all_widths: have depthwise convolutions done by kernels for all widths, here already.
-    """
-    recorder = _Recorder(all_widths)
+def record(forward: Callable[[], Any]) -> Plan:
+    """Run a forward as it is, and find what can be fused in it. It has all the effects that a forward has."""
+    recorder = _Recorder()
     with recorder:
         result = forward()
     plan = recorder.plan()
@@ -76,9 +66,8 @@ def fused(plan: Plan) -> Iterator[None]:
 
 
 class _Recorder(Calls):
-    def __init__(self, all_widths: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._all_widths = all_widths
         self._calls: list[Function] = []
         self._chains, self._casts = ChainFinder(), CastFinder()
 
@@ -86,7 +75,7 @@ class _Recorder(Calls):
         self._calls.append(call.func)
         self._chains.see(call)
         self._casts.see(call)
-        result = (for_all_widths(call) if self._all_widths else call).run()
+        result = call.run()
         self._chains.made(call, result)
         return result
 
@@ -95,13 +84,13 @@ class _Recorder(Calls):
         self._casts.expose(tensor)
 
     def plan(self) -> Plan:
-        return Plan(tuple(self._calls), self._chains.chains(), self._casts.casts(), self._all_widths)
+        return Plan(tuple(self._calls), self._chains.chains(), self._casts.casts())
 
 
 class _Runner(Calls):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self._calls, self._all_widths = plan.calls, plan.all_widths
+        self._calls = plan.calls
         self._chains, self._caster, self._counters = ChainRunner(plan.chains), Caster(plan.casts), Counters()
 
     def call(self, call: Call) -> Any:
@@ -110,8 +99,7 @@ class _Runner(Calls):
         self._counters.settle(call.operands)
         if self._counters.take(call):
             return call.args[0]
-        prepared = self._caster.prepare(call)
-        return self._chains.run(for_all_widths(prepared) if self._all_widths else prepared)
+        return self._chains.run(self._caster.prepare(call))
 
     def expose(self, tensor: Tensor) -> None:
         self._counters.settle([tensor])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -57,8 +57,7 @@ class Steps:
         ok: bool, on the device: whether all losses since `forgive` have been finite.
         reason: why the last step ran eagerly, or None.
         num_captures: how often something was captured.
-        all_widths: whether steps that are captured from now on have kernels for all widths, where those for one width
-            are compiled: those are faster, but the network may be another one before they are worth it.
+        kernels: makes what steps are captured within from now on, such as `AllWidths`.
     """
 
     def __init__(self, subject: Subject, backward: Backward, losses: Tensor, fuse: bool = True) -> None:
@@ -74,7 +73,7 @@ class Steps:
         self._version = -1
         self.reason: str | None = None
         self.num_captures = 0
-        self.all_widths = False
+        self.kernels: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def find(self, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         """The captured step for such a batch; None where the caller has to run it eagerly."""
@@ -120,7 +119,8 @@ class Steps:
         problem = ""
         for fuse in (True, False) if self._fuse else (False,):
             try:
-                kind = self._in_what_is_free(loss_fn, leaves, tree, fuse)
+                with self.kernels():
+                    kind = self._in_what_is_free(loss_fn, leaves, tree, fuse)
             except Exception as error:  # whatever a user's function does that a graph cannot hold
                 self._renew_pools()
                 problem = f"{type(error).__name__}: {error}"
@@ -138,10 +138,10 @@ class Steps:
     def _in_what_is_free(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any, fuse: bool) -> CapturedStep:
         """While a graph is captured, PyTorch gives back nothing that it has cached for eager steps."""
         with suppress(torch.OutOfMemoryError):
-            return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse, self.all_widths)
+            return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
         self._renew_pools()
         torch.cuda.empty_cache()
-        return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse, self.all_widths)
+        return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
 
     def _renew_pools(self) -> None:
         """After a capture that broke off, which may have spoilt them, or where their memory is needed."""
