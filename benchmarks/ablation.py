@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from torch import Tensor
 
 from slimstart.structure import EqualWorth
 from slimstart.structure.equal_worth import MOST
-from slimstart.structure.fitting import FILLED, steps
-from slimstart.structure.fitting import SMALL as SMALL_GROUPS
 from slimstart.structure.participation import participation
 
 
@@ -156,31 +153,6 @@ def _four_to_each(samples: Tensor) -> Tensor:
     return (4 * participation(samples)).clamp(max=samples.shape[1])
 
 
-def _nearest(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], float], limit: float) -> Tensor:
-    """As `fitting.whole`, but steps are taken and given where the width that results is nearest to what is wanted."""
-    step = steps(sizes, align)
-    step = torch.where((step > align) & (wanted < SMALL_GROUPS * align), align, step)
-    least = torch.minimum(step, sizes)
-    if align > 1 and cost(least) > limit:
-        return _nearest(wanted, sizes, 1, cost, limit)
-    most = torch.minimum(torch.maximum(wanted + step, 1.25 * wanted).floor().long(), sizes)
-    widths = torch.minimum((wanted / step).round().long().clamp(min=1) * step, sizes)
-    while cost(widths) > limit:
-        thinner = torch.maximum(widths - step, least)
-        taken = int(torch.where(widths > least, thinner / wanted, 0.0).argmax())
-        widths[taken] = thinner[taken]
-    for by in (step, torch.ones_like(step)):
-        open_ = torch.ones_like(step, dtype=torch.bool)
-        while bool(open_.any()) and (bool((by > 1).any()) or cost(widths) < FILLED * limit):
-            wider = torch.minimum(widths + by, sizes)
-            given = int(torch.where(open_, wider / wanted, math.inf).argmin())
-            tried = widths.clone()
-            tried[given] = wider[given]
-            open_[given] = int(widths[given]) < int(wider[given]) <= int(most[given]) and cost(tried) <= limit
-            widths = tried if bool(open_[given]) else widths
-    return widths
-
-
 NARROW = {"method": "narrow"}
 PARTICIPATION = "slimstart.structure.equal_worth.participation"
 SHARE, SMALL = "slimstart.structure.naming.SEARCHED", "slimstart.structure.fitting.SMALL"
@@ -198,7 +170,6 @@ VARIANTS = {
     "fine_search": Variant("widths are multiples in the last round only", FineSearch),
     **{f"first={f:g}": Variant(f"{f:g} times the budget at first", Gradual, {"first": f}) for f in (0.4, 1.5, 1.7, 2)},
     "frozen_first=2": Variant("twice the budget at first, and equal shares", GradualFrozen, {"first": 2}),
-    "nearest": Variant("widths are rounded to the nearest", constants={"slimstart.structure.fitting.whole": _nearest}),
     "epochs=47": Variant("47 epochs", recipe={"epochs": 47}),
     "steady": Variant("the rate does not fall", Steady),
     "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from slimstart.kernels import depthwise
 from slimstart.kernels.depthwise import Window, depthwise_conv2d
-from tests.norm_reference import CL, error
+from tests.norm_reference import CL, ROUNDING, check_saved, error
 
 SAME, HALF = Window((1, 1), (1, 1), (1, 1)), Window((2, 2), (1, 1), (1, 1))
 WINDOWS = [  # with the size of the filter
@@ -53,7 +53,7 @@ def errors(shape, window, taps, dtype=torch.float32, bias=True, device="cpu"):
 def check(*args, **kwargs):
     """float32 within 2e-5, shorter ones within half a unit of their last place."""
     found = errors(*args, **kwargs)
-    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(kwargs.get("dtype", torch.float32), 2e-5)
+    rounding = ROUNDING[kwargs.get("dtype", torch.float32)]
     assert all(value < rounding for value in found.values()), (args, kwargs, found)  # not NaN either
 
 
@@ -73,18 +73,14 @@ def check_twice(shape, window, taps, device="cpu"):
 
 
 def check_packed(shape, window, taps, device="cpu"):
-    """Saved tensors may come back in another layout, as from `torch.autograd.graph.save_on_cpu`."""
+    """`check_saved` of a convolution."""
     x = torch.randn(shape, device=device).contiguous(memory_format=CL).requires_grad_()
     weight = torch.randn(shape[1], 1, *taps, device=device, requires_grad=True)
-
-    def gradients(function):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
-            y = function()
-        return torch.autograd.grad(y.square().sum(), (x, weight))
-
-    ours = gradients(lambda: depthwise_conv2d(x, weight, None, window))
-    expected = gradients(lambda: F.conv2d(x, weight, None, *window, shape[1]))
-    assert max(error(*pair) for pair in zip(ours, [t.double() for t in expected], strict=True)) < 2e-5
+    check_saved(
+        lambda x, weight: depthwise_conv2d(x, weight, None, window),
+        lambda x, weight: F.conv2d(x, weight, None, *window, shape[1]),
+        (x, weight),
+    )
 
 
 if __name__ == "__main__":

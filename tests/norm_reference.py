@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from slimstart.kernels import norm
 
 CL = torch.channels_last
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-5}
 
 
 def error(ours, reference):
@@ -58,23 +59,30 @@ def errors(shape, dtype=torch.float32, residual=True, relu=True, affine=True, me
 def check(*args, **kwargs):
     """float32 within 2e-5, shorter ones within half a unit of their last place; statistics are float32 anyway."""
     found = errors(*args, **kwargs)
-    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(kwargs.get("dtype", torch.float32), 2e-5)
+    rounding = ROUNDING[kwargs.get("dtype", torch.float32)]
     for name, value in found.items():
         assert value < (rounding if name in ("y", "x", "residual") else 2e-5), (args, kwargs, found)  # not NaN either
 
 
-def check_packed(shape, device="cpu"):
-    """Saved tensors may come back in another layout, as from `torch.autograd.graph.save_on_cpu`."""
-    x, residual = (torch.randn(shape, device=device).contiguous(memory_format=CL).requires_grad_() for _ in range(2))
-
-    def gradients(function):
+def check_saved(ours, theirs, inputs):
+    """Gradients are right where saved tensors come back in another layout, as from torch's `save_on_cpu`."""
+    found = []
+    for function in (ours, theirs):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
-            y = function()
-        return torch.autograd.grad(y.square().sum(), (x, residual))
+            y = function(*inputs)
+        found.append(torch.autograd.grad(y.square().sum(), inputs))
+    for own, expected in zip(*found, strict=True):
+        assert error(own, expected.double()) < ROUNDING[torch.float32]
 
-    ours = gradients(lambda: norm.batch_norm_act(x, residual, None, None, None, None, 0.1, 1e-5, True))
-    expected = gradients(lambda: (F.batch_norm(x, None, None, training=True) + residual).relu())
-    assert max(error(*pair) for pair in zip(ours, [t.double() for t in expected], strict=True)) < 2e-5
+
+def check_packed(shape, device="cpu"):
+    """`check_saved` of a norm with all that may follow it."""
+    x, residual = (torch.randn(shape, device=device).contiguous(memory_format=CL).requires_grad_() for _ in range(2))
+    check_saved(
+        lambda x, r: norm.batch_norm_act(x, r, None, None, None, None, 0.1, 1e-5, True),
+        lambda x, r: (F.batch_norm(x, None, None, training=True) + r).relu(),
+        (x, residual),
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Sums are float32 whatever x is. Equal inputs give equal bits.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimstart.kernels.backend import use_triton
+from slimstart.kernels.tiles import DTYPES, MAX_ELEMENTS, multiprocessors, vector
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_ELEMENTS = 2**31 - 2**24  # addresses are int32, and the last tile may reach behind the end
 MAX_TAPS = 9  # loops over them are unrolled, and long ones take minutes to compile
 
 # A tile is so many pixels of so many channels; wider ones leave more channels idle.
@@ -140,25 +138,24 @@ def _shares(dy: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
     area, (_, blocks) = dy.shape[2] * dy.shape[3], _grid(dy)
     at_once = max(1, min(PIXELS // area, len(dy)))  # images of which the places fit into one tile
     tiles, rounds = -(-at_once * area // PIXELS), -(-len(dy) // at_once)
-    multiprocessors = torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 1
-    per_program = -(-rounds * tiles * blocks // (PARTIALS * multiprocessors))
+    per_program = -(-rounds * tiles * blocks // (PARTIALS * multiprocessors(dy)))
     return (tiles, blocks, -(-rounds // per_program)), {"images": per_program * at_once, "at_once": at_once}
 
 
 def _settings(x: Tensor, y: Tensor, weight: Tensor, window: Window) -> dict[str, int]:
     """What all kernels but the last are told of sizes, of the window and of tiles."""
     (count, channels, height, width), (out_height, out_width) = x.shape, y.shape[2:]
-    vector = math.gcd(channels, 8)
+    vec = vector(channels)
     pairs = zip(("STRIDE", "PADDING", "DILATION", "TAPS"), (*window, weight.shape[2:]), strict=True)
     return {
         "count": count,
-        "chunks": channels // vector,
+        "chunks": channels // vec,
         "height": height,
         "width": width,
         "out_height": out_height,
         "out_width": out_width,
         **{f"{name}_{axis}": value for name, pair in pairs for axis, value in zip("HW", pair, strict=True)},
-        "VEC": vector,
+        "VEC": vec,
         "BLOCK_P": PIXELS,
         "BLOCK_C": CHANNELS,
         "num_warps": WARPS,

@@ -12,7 +12,6 @@ Arithmetic and statistics are float32 whatever x is. Equal inputs give equal bit
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slimstart.kernels.backend import use_triton
+from slimstart.kernels.tiles import DTYPES, MAX_ELEMENTS, multiprocessors, vector
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_CHANNELS = 2048
-MAX_ELEMENTS = 2**31 - 2**24  # addresses are int32, and the last tile may reach behind the end
 
 # Tensors of at most so many rows are done by one kernel: its programs own a few channels and read all rows.
 SMALL_ROWS = 1024
@@ -179,27 +177,21 @@ def _num_rows(x: Tensor) -> int:
     return x.numel() // x.shape[1]
 
 
-def _vector(channels: int) -> int:
-    """How many neighbouring elements surely belong together: up to 8, which is 16 bytes of bfloat16."""
-    return math.gcd(channels, 8)
-
-
 def _tiles(x: Tensor, per_multiprocessor: int, stages: int) -> tuple[int, dict[str, int]]:
     """How many programs share a large tensor, and how it is cut: few columns of a tile idle."""
     from slimstart.kernels.norm_triton import PARTIALS
 
-    channels, vector = x.shape[1], _vector(x.shape[1])
+    channels, vec = x.shape[1], vector(x.shape[1])
     columns = [c for c in (64, 128, 256, 512, 1024, 2048) if c >= channels]
     block = next((c for c in columns if c // channels * channels >= 0.85 * c), columns[-1])
     width, block_rows = block // channels * channels, TILE // block
     num_tiles = -(-x.numel() // (width * block_rows))
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    return min(num_tiles, per_multiprocessor * multiprocessors, PARTIALS.value), {
+    return min(num_tiles, per_multiprocessor * multiprocessors(x), PARTIALS.value), {
         "channels": channels,
-        "chunks": width // vector,
-        "total_chunks": x.numel() // vector,
+        "chunks": width // vec,
+        "total_chunks": x.numel() // vec,
         "num_tiles": num_tiles,
-        "VEC": vector,
+        "VEC": vec,
         "BLOCK_R": block_rows,
         "BLOCK_W": block,
         "STAGES": stages,
@@ -209,12 +201,12 @@ def _tiles(x: Tensor, per_multiprocessor: int, stages: int) -> tuple[int, dict[s
 
 def _small(x: Tensor) -> dict[str, int]:
     rows, block, warps = SMALL_TILE
-    channels, vector = x.shape[1], _vector(x.shape[1])
+    channels, vec = x.shape[1], vector(x.shape[1])
     return {
         "channels": channels,
-        "chunks": channels // vector,
+        "chunks": channels // vec,
         "num_rows": _num_rows(x),
-        "VEC": vector,
+        "VEC": vec,
         "BLOCK_R": rows,
         "BLOCK_W": block,
         "num_warps": warps,
