@@ -24,7 +24,8 @@ from slimstart.kernels.tiles import DTYPES, MAX_ELEMENTS, multiprocessors, vecto
 MAX_TAPS = 9  # loops over them are unrolled, and long ones take minutes to compile
 
 # A tile is so many pixels of so many channels; wider ones leave more channels idle.
-PIXELS, CHANNELS, WARPS = 64, 32, 2
+TILE = {"BLOCK_P": 64, "BLOCK_C": 32, "num_warps": 2}
+FILTER_TILE = {"BLOCK_P": 16, "BLOCK_C": 32, "num_warps": 2}  # of which every tap has its own sums, in registers
 # The gradient of a filter is a sum over all pixels, which about so many programs per multiprocessor share.
 PARTIALS = 8
 FINISH = {"BLOCK_R": 64, "BLOCK_W": 32, "num_warps": 4}
@@ -77,16 +78,17 @@ class _DepthwiseConv2d(torch.autograd.Function):
             device=x.device,
             memory_format=torch.channels_last,
         )
-        filters = weight.contiguous(), None if bias is None else bias.contiguous()
+        filters = weight.flatten(1).t().contiguous()  # (T, C), like the pixels
+        bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
-            kernels.forward[_grid(y)](x, *filters, y, **_settings(x, y, weight, window))
-        ctx.save_for_backward(x, weight)
+            kernels.forward[_grid(y, TILE)](x, filters, bias, y, **_settings(x, y, weight, window), **TILE)
+        ctx.save_for_backward(x, weight, filters)
         ctx.window = window
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, filters = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # somebody differentiates twice, which torch knows how to do
             sizes, rest = [len(weight)], (False, (0, 0), len(weight), needed)
@@ -94,20 +96,20 @@ class _DepthwiseConv2d(torch.autograd.Function):
 
         from slimstart.kernels import depthwise_triton as kernels
 
-        # Of x too: a hook on saved tensors may have brought it back in another layout.
+        # Also what was saved: a hook may have brought it back in another layout.
         x, dy = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, dy))
-        weight = weight.contiguous()
         dx = d_weight = None
         settings = _settings(x, dy, weight, ctx.window)
         with torch.cuda.device_of(x):
             if needed[0]:
                 dx = torch.empty_like(x)
-                kernels.backward[_grid(x)](dy, weight, dx, **settings)
+                kernels.backward[_grid(x, TILE)](dy, filters.contiguous(), dx, **settings, **TILE)
             if needed[1]:
-                d_weight, columns = torch.empty_like(weight), weight.numel()
+                d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                columns = weight.numel()
                 grid, shares = _shares(dy)
                 partial = torch.empty(grid[0] * grid[2], columns, dtype=torch.float32, device=x.device)
-                kernels.backward_filter[grid](dy, x, partial, **shares, **settings)
+                kernels.backward_filter[grid](dy, x, partial, **shares, **settings, **FILTER_TILE)
                 kernels.backward_finish[(-(-columns // FINISH["BLOCK_W"]),)](
                     partial, d_weight, len(partial), columns, len(weight), **FINISH
                 )
@@ -128,25 +130,24 @@ def _area(x: Tensor, weight: Tensor, window: Window) -> int:
     return height * width if min(height, width) > 0 else 0
 
 
-def _grid(t: Tensor) -> tuple[int, int]:
+def _grid(t: Tensor, tile: dict[str, int]) -> tuple[int, int]:
     """Tiles of pixels and of channels."""
-    return -(-(t.numel() // t.shape[1]) // PIXELS), -(-t.shape[1] // CHANNELS)
+    return -(-(t.numel() // t.shape[1]) // tile["BLOCK_P"]), -(-t.shape[1] // tile["BLOCK_C"])
 
 
 def _shares(dy: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
     """How programs share a sum over pixels: tiles of places, tiles of channels, and images."""
-    area, (_, blocks) = dy.shape[2] * dy.shape[3], _grid(dy)
-    at_once = max(1, min(PIXELS // area, len(dy)))  # images of which the places fit into one tile
-    tiles, rounds = -(-at_once * area // PIXELS), -(-len(dy) // at_once)
+    area, pixels, (_, blocks) = dy.shape[2] * dy.shape[3], FILTER_TILE["BLOCK_P"], _grid(dy, FILTER_TILE)
+    at_once = max(1, min(pixels // area, len(dy)))  # images of which the places fit into one tile
+    tiles, rounds = -(-at_once * area // pixels), -(-len(dy) // at_once)
     per_program = -(-rounds * tiles * blocks // (PARTIALS * multiprocessors(dy)))
     return (tiles, blocks, -(-rounds // per_program)), {"images": per_program * at_once, "at_once": at_once}
 
 
-def _settings(x: Tensor, y: Tensor, weight: Tensor, window: Window) -> dict[str, int]:
-    """What all kernels but the last are told of sizes, of the window and of tiles."""
+def _settings(x: Tensor, y: Tensor, weight: Tensor, window: Window) -> dict[str, Any]:
+    """What all kernels but the last are told of sizes and of the window."""
     (count, channels, height, width), (out_height, out_width) = x.shape, y.shape[2:]
     vec = vector(channels)
-    pairs = zip(("STRIDE", "PADDING", "DILATION", "TAPS"), (*window, weight.shape[2:]), strict=True)
     return {
         "count": count,
         "chunks": channels // vec,
@@ -154,9 +155,7 @@ def _settings(x: Tensor, y: Tensor, weight: Tensor, window: Window) -> dict[str,
         "width": width,
         "out_height": out_height,
         "out_width": out_width,
-        **{f"{name}_{axis}": value for name, pair in pairs for axis, value in zip("HW", pair, strict=True)},
+        **{name.upper(): pair for name, pair in window._asdict().items()},
+        "TAPS": tuple(weight.shape[2:]),
         "VEC": vec,
-        "BLOCK_P": PIXELS,
-        "BLOCK_C": CHANNELS,
-        "num_warps": WARPS,
     }

@@ -29,11 +29,34 @@ def _channels(chunks, VEC: tl.constexpr, BLOCK_C: tl.constexpr):
     return c, channels, c < channels
 
 
+@triton.jit
+def _read(
+    i, j, height, width, TAP: tl.constexpr,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Which pixel of an image a result at (i, j) reads with a tap, and whether there is one."""
+    h = i * STRIDE[0] + TAP // TAPS[1] * DILATION[0] - PADDING[0]
+    w = j * STRIDE[1] + TAP % TAPS[1] * DILATION[1] - PADDING[1]
+    return h * width + w, (h >= 0) & (h < height) & (w >= 0) & (w < width)
+
+
+@triton.jit
+def _reader(
+    h, w, height, width, TAP: tl.constexpr,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Which result reads the pixel (h, w) with a tap, of (height, width) results, and whether one does."""
+    far_h = h + PADDING[0] - TAP // TAPS[1] * DILATION[0]
+    far_w = w + PADDING[1] - TAP % TAPS[1] * DILATION[1]
+    i, j = far_h // STRIDE[0], far_w // STRIDE[1]
+    there = (far_h >= 0) & (i < height) & (far_w >= 0) & (j < width)
+    return i * width + j, there & (i * STRIDE[0] == far_h) & (j * STRIDE[1] == far_w)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def forward(
-    x, weight, bias, y, count, chunks, height, width, out_height, out_width,
-    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+    x, filters, bias, y, count, chunks, height, width, out_height, out_width,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
     VEC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The convolution."""
@@ -42,39 +65,32 @@ def forward(
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     if bias is not None:
         total += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)[None, :]
-    for k in tl.static_range(TAPS_H):
-        for m in tl.static_range(TAPS_W):
-            h, w = i * STRIDE_H + k * DILATION_H - PADDING_H, j * STRIDE_W + m * DILATION_W - PADDING_W
-            reads = there & (h >= 0) & (h < height) & (w >= 0) & (w < width)
-            at = ((image * height + h) * width + w)[:, None] * channels + c[None, :]
-            value = tl.load(x + at, mask=reads[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            tap = tl.load(weight + c * (TAPS_H * TAPS_W) + k * TAPS_W + m, mask=inside, other=0.0).to(tl.float32)
-            total += value * tap[None, :]
+    NUM_TAPS: tl.constexpr = TAPS[0] * TAPS[1]
+    for tap in tl.static_range(NUM_TAPS):
+        pixel, reads = _read(i, j, height, width, tap, STRIDE, PADDING, DILATION, TAPS)
+        at = (image * height * width + pixel)[:, None] * channels + c[None, :]
+        value = tl.load(x + at, mask=(there & reads)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += value * tl.load(filters + tap * channels + c, mask=inside, other=0.0).to(tl.float32)[None, :]
     at = p[:, None] * channels + c[None, :]
     tl.store(y + at, total.to(y.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward(
-    dy, weight, dx, count, chunks, height, width, out_height, out_width,
-    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+    dy, filters, dx, count, chunks, height, width, out_height, out_width,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
     VEC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x: of every pixel, from the results that have read it."""
     p, image, h, w, there = _pixels(tl.program_id(0), count, height, width, BLOCK_P)
     c, channels, inside = _channels(chunks, VEC, BLOCK_C)
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for k in tl.static_range(TAPS_H):
-        for m in tl.static_range(TAPS_W):
-            far_h, far_w = h + PADDING_H - k * DILATION_H, w + PADDING_W - m * DILATION_W
-            i, j = far_h // STRIDE_H, far_w // STRIDE_W
-            reads = there & (far_h >= 0) & (i < out_height) & (far_w >= 0) & (j < out_width)
-            reads = reads & (i * STRIDE_H == far_h) & (j * STRIDE_W == far_w)
-            at = ((image * out_height + i) * out_width + j)[:, None] * channels + c[None, :]
-            value = tl.load(dy + at, mask=reads[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            tap = tl.load(weight + c * (TAPS_H * TAPS_W) + k * TAPS_W + m, mask=inside, other=0.0).to(tl.float32)
-            total += value * tap[None, :]
+    NUM_TAPS: tl.constexpr = TAPS[0] * TAPS[1]
+    for tap in tl.static_range(NUM_TAPS):
+        result, reads = _reader(h, w, out_height, out_width, tap, STRIDE, PADDING, DILATION, TAPS)
+        at = (image * out_height * out_width + result)[:, None] * channels + c[None, :]
+        value = tl.load(dy + at, mask=(there & reads)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += value * tl.load(filters + tap * channels + c, mask=inside, other=0.0).to(tl.float32)[None, :]
     at = p[:, None] * channels + c[None, :]
     tl.store(dx + at, total.to(dx.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
@@ -82,8 +98,7 @@ def backward(
 @triton.jit(do_not_specialize=SIZES)
 def backward_filter(
     dy, x, partial, count, chunks, height, width, out_height, out_width, images, at_once,
-    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
     VEC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Partial sums, (programs, T, C), of the gradient of the filters, one tap after another.
@@ -96,19 +111,24 @@ def backward_filter(
     last = tl.minimum(first + images, count)
     to = p[:, None] * channels + c[None, :]
     program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    for k in range(TAPS_H):
-        for m in range(TAPS_W):
-            h, w = i * STRIDE_H + k * DILATION_H - PADDING_H, j * STRIDE_W + m * DILATION_W - PADDING_W
-            reads = there & (h >= 0) & (h < height) & (w >= 0) & (w < width)
-            at = ((image * height + h) * width + w)[:, None] * channels + c[None, :]
-            total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-            for n in range(first, last, at_once):
-                some = (reads & (n + image < last))[:, None] & inside[None, :]
-                value = tl.load(x + n * height * width * channels + at, mask=some, other=0.0).to(tl.float32)
-                g = tl.load(dy + n * out_height * out_width * channels + to, mask=some, other=0.0).to(tl.float32)
-                total += value * g
-            row = (program * TAPS_H + k) * TAPS_W + m
-            tl.store(partial + row * channels + c, tl.sum(total, 0), mask=inside)
+    NUM_TAPS: tl.constexpr = TAPS[0] * TAPS[1]
+    totals = ()
+    for _ in tl.static_range(NUM_TAPS):
+        totals = totals + (tl.zeros([BLOCK_P, BLOCK_C], tl.float32),)
+    for n in range(first, last, at_once):
+        some = there & (n + image < last)
+        g = tl.load(
+            dy + n * out_height * out_width * channels + to, mask=some[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        more = ()
+        for tap in tl.static_range(NUM_TAPS):
+            pixel, reads = _read(i, j, height, width, tap, STRIDE, PADDING, DILATION, TAPS)
+            at = ((n + image) * height * width + pixel)[:, None] * channels + c[None, :]
+            value = tl.load(x + at, mask=(some & reads)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            more = more + (totals[tap] + value * g,)
+        totals = more
+    for tap in tl.static_range(NUM_TAPS):
+        tl.store(partial + (program * NUM_TAPS + tap) * channels + c, tl.sum(totals[tap], 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_partials", "columns", "channels"])
