@@ -18,7 +18,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -39,7 +38,6 @@ from slimstart.engine import (
     forward_without_trace,
     undoing_statistics,
 )
-from slimstart.engine.depthwise import AllWidths
 from slimstart.engine.optimizers import fuse, unfuse
 from slimstart.engine.stepping import Stepping
 from slimstart.engine.together import Together
@@ -268,11 +266,6 @@ class SparseTraining(Stepping):
         self._learn(found.losses)
         return found.losses[0].detach()
 
-    @property
-    def _kernels(self) -> AbstractContextManager[object]:
-        """Outside of captured steps: those that they have, so that no others are built."""
-        return nullcontext() if self._steps is None else self._steps.kernels()
-
     def __reduce__(self) -> Any:
         raise TypeError(
             "a SparseTraining can be neither copied nor pickled: its hooks are on your model and your optimizer. Load "
@@ -372,8 +365,6 @@ class SparseTraining(Stepping):
     def _watch_on(self, active: bool) -> None:
         if self._watch is not None:
             self._watch.start(self._networks) if active else self._watch.stop()
-            if self._steps is not None:
-                self._steps.kernels = AllWidths if active else nullcontext
             self._networks.version += 1  # captured steps do as before: they are captured anew
 
     @property

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -135,18 +136,20 @@ def test_a_network_at_home_has_the_format_of_the_device() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_dense_network_at_home_never_comes_to_the_gpu(tmp_path: Path) -> None:
     recipe = Recipe(
-        model="small", width=24.0, budget="flops=0.02", epochs=1, batch_size=20, num_masks=2, resample_every=20
+        model="small", width=32.0, budget="flops=0.02", epochs=1, batch_size=20, num_masks=2, resample_every=20
     )
     recipe = merged(recipe, {"full_model_device": "cpu"})
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # by other tests
     place = Place(device="cuda", checkpoint_seconds=1.0, timing_rounds=2)
     record = started(tmp_path / "run", recipe, place=place).train()
     assert record.device == "cuda"
     assert record.dense_step_ms is None
-    assert torch.cuda.max_memory_allocated() < 4 * record.dense_params  # and momentum would be as much again
+    assert torch.cuda.max_memory_allocated() - before < 4 * record.dense_params  # and momentum would be as much again
     network = files.load(
-        Run(tmp_path / "run").network, lambda: make_model("small", num_classes=10, in_channels=1, width=24.0)
+        Run(tmp_path / "run").network, lambda: make_model("small", num_classes=10, in_channels=1, width=32.0)
     )
     assert sum(p.numel() for p in network.parameters()) == record.params
 

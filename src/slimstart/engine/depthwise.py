@@ -1,6 +1,4 @@
-"""Depthwise convolutions by a kernel that does for all widths (`kernels.depthwise`), while widths are learned.
-
-cuDNN would compile for each, and a network that is to be another one soon is not worth that.
+"""Depthwise convolutions by a kernel that does for all widths (`kernels.depthwise`); cuDNN would compile for each.
 
 The numbers are those of torch, up to rounding. Autocast does not know the kernel, so what it would cast is cast here.
 """

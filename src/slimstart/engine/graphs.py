@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from slimstart.engine import fusion
 from slimstart.engine.backward import Backward
 from slimstart.engine.capture import Pool, is_scarce
 from slimstart.engine.captured import Board, CapturedStep, Subject
+from slimstart.engine.depthwise import AllWidths
 from slimstart.engine.eager import LossFunction
 from slimstart.engine.optimizers import has_begun, settings
 
@@ -57,7 +58,6 @@ class Steps:
         ok: bool, on the device: whether all losses since `forgive` have been finite.
         reason: why the last step ran eagerly, or None.
         num_captures: how often something was captured.
-        kernels: makes what steps are captured within from now on, such as `AllWidths`.
     """
 
     def __init__(self, subject: Subject, backward: Backward, losses: Tensor, fuse: bool = True) -> None:
@@ -73,7 +73,6 @@ class Steps:
         self._version = -1
         self.reason: str | None = None
         self.num_captures = 0
-        self.kernels: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def find(self, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         """The captured step for such a batch; None where the caller has to run it eagerly."""
@@ -119,7 +118,7 @@ class Steps:
         problem = ""
         for fuse in (True, False) if self._fuse else (False,):
             try:
-                with self.kernels():
+                with AllWidths():
                     kind = self._in_what_is_free(loss_fn, leaves, tree, fuse)
             except Exception as error:  # whatever a user's function does that a graph cannot hold
                 self._renew_pools()

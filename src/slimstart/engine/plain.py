@@ -83,7 +83,8 @@ class PlainTraining(Stepping):
 
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
         with reporting():
-            loss = loss_fn(self.net, *batch)
+            with self._kernels:
+                loss = loss_fn(self.net, *batch)
             statistics = running_statistics(self.net) if self.ranks.size > 1 else ()
             found = self.ranks.average([loss], self.num_examples, statistics)
             self._backward(loss if found.weight == 1 else found.weight * loss)

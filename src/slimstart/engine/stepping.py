@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from slimstart.engine.depthwise import AllWidths
 from slimstart.engine.eager import not_finite
 from slimstart.engine.graphs import Steps
 
@@ -31,6 +33,11 @@ class Stepping:
     def engine(self) -> str:
         """What steps run with: "graphs", or "eager", also where the last one could not be captured."""
         return "graphs" if self.reason is None else "eager"
+
+    @property
+    def _kernels(self) -> AbstractContextManager[object]:
+        """Outside of captured steps: those that they have, so that no others are built."""
+        return nullcontext() if self._steps is None else AllWidths()
 
     def _check(self, wait: bool = False) -> None:
         """Find out whether a captured step has met a loss that is not finite."""

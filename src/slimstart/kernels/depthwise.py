@@ -4,8 +4,8 @@ r"""Depthwise convolution: every channel with a filter of its own, whatever the 
 
 with the stride s, the dilation d and the padding q. cuDNN compiles kernels for every number of channels that it has not
 met, for more than half a second per layer, and a network whose widths are learned has new ones in every layer and every
-round. Here one kernel does for all that have the same power of two in them, up to 8. It reads x once for every tap, all
-but the first time from a cache; cuDNN's are faster in the end.
+round. Here one kernel does for all that have the same power of two in them, up to 8. Pixels are read once for every
+tap, all but the first time from a cache.
 
 Sums are float32 whatever x is. Equal inputs give equal bits.
 """
@@ -24,11 +24,11 @@ from slimstart.kernels.tiles import DTYPES, MAX_ELEMENTS, multiprocessors, vecto
 MAX_TAPS = 9  # loops over them are unrolled, and long ones take minutes to compile
 
 # A tile is so many pixels of so many channels; wider ones leave more channels idle.
-TILE = {"BLOCK_P": 64, "BLOCK_C": 32, "num_warps": 2}
-FILTER_TILE = {"BLOCK_P": 16, "BLOCK_C": 32, "num_warps": 2}  # of which every tap has its own sums, in registers
+TILE = {"BLOCK_P": 32, "BLOCK_C": 32, "num_warps": 2}
+FILTER_TILE = {"BLOCK_P": 16, "BLOCK_C": 32, "num_warps": 1}  # every tap has its own sums of it, in registers
 # The gradient of a filter is a sum over all pixels, which about so many programs per multiprocessor share.
 PARTIALS = 8
-FINISH = {"BLOCK_R": 64, "BLOCK_W": 32, "num_warps": 4}
+FINISH = {"BLOCK_R": 256, "BLOCK_W": 16, "num_warps": 8}
 
 
 class Window(NamedTuple):

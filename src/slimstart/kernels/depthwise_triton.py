@@ -101,7 +101,7 @@ def backward_filter(
     STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
     VEC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums, (programs, T, C), of the gradient of the filters, one tap after another.
+    """Partial sums, (programs, T, C), of the gradient of the filters.
 
     A program has one tile of places in `at_once` images, and goes through `images` images with it.
     """
@@ -114,18 +114,17 @@ def backward_filter(
     NUM_TAPS: tl.constexpr = TAPS[0] * TAPS[1]
     totals = ()
     for _ in tl.static_range(NUM_TAPS):
-        totals = totals + (tl.zeros([BLOCK_P, BLOCK_C], tl.float32),)
+        totals += (tl.zeros([BLOCK_P, BLOCK_C], tl.float32),)
     for n in range(first, last, at_once):
         some = there & (n + image < last)
-        g = tl.load(
-            dy + n * out_height * out_width * channels + to, mask=some[:, None] & inside[None, :], other=0.0
-        ).to(tl.float32)
+        at = n * out_height * out_width * channels + to
+        g = tl.load(dy + at, mask=some[:, None] & inside[None, :], other=0.0).to(tl.float32)
         more = ()
         for tap in tl.static_range(NUM_TAPS):
             pixel, reads = _read(i, j, height, width, tap, STRIDE, PADDING, DILATION, TAPS)
             at = ((n + image) * height * width + pixel)[:, None] * channels + c[None, :]
             value = tl.load(x + at, mask=(some & reads)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            more = more + (totals[tap] + value * g,)
+            more += (totals[tap] + value * g,)
         totals = more
     for tap in tl.static_range(NUM_TAPS):
         tl.store(partial + (program * NUM_TAPS + tap) * channels + c, tl.sum(totals[tap], 0), mask=inside)
