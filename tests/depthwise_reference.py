@@ -72,6 +72,23 @@ def check_twice(shape, window, taps, device="cpu"):
     assert max(map(error, ours, expected)) < 2e-5
 
 
+def check_scattered(shape, window, taps, device="cpu"):
+    """Filters, biases and gradients of results lie in memory in any way, and so do filters that were saved."""
+    x = torch.randn(shape, device=device).contiguous(memory_format=CL).requires_grad_()
+    weight = torch.randn(*taps, 1, shape[1], device=device).permute(3, 2, 0, 1).requires_grad_()
+    bias = torch.randn(3 * shape[1], device=device)[::3].detach().requires_grad_()
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous(), lambda t: t.mT):
+        y = depthwise_conv2d(x, weight, bias, window)
+    expected = F.conv2d(*exact, *window, shape[1])
+    upstream = torch.randn(expected.shape, device=device)
+    y.backward(upstream)
+    expected.backward(upstream.double())
+    assert error(y, expected) < ROUNDING[torch.float32]
+    for own, its in zip((x, weight, bias), exact, strict=True):
+        assert error(own.grad, its.grad) < ROUNDING[torch.float32]
+
+
 def check_packed(shape, window, taps, device="cpu"):
     """`check_saved` of a convolution."""
     x = torch.randn(shape, device=device).contiguous(memory_format=CL).requires_grad_()
@@ -97,3 +114,4 @@ if __name__ == "__main__":
     check((5, 8, 40, 40), SAME, (3, 3))  # many programs, each with one image
     check_twice((2, 6, 5, 6), *WINDOWS[4])
     check_packed((2, 6, 5, 6), *WINDOWS[1])
+    check_scattered((2, 6, 5, 6), *WINDOWS[4])

@@ -473,6 +473,12 @@ def test_depthwise_convolutions_have_kernels_that_do_for_all_widths(
     assert calls(sparse, 4) >= 2  # captured anew
     assert calls(sparse, 6) == 1
     assert sparse.reason is None
+    paper = SparseTraining(net, SGD(net.parameters(), 0.01), images, Flops(0.5), policy="paper", engine="graphs")
+    done.clear()
+    paper.finish([(images, labels)], loss_fn, num_samples=3)
+    assert len(done) == 4  # what it might have been, and what it is
+    paper.settle([(images, labels)], loss_fn, num_samples=3)
+    assert len(done) == 8
 
 
 def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw(device: str) -> None:

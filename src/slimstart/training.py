@@ -445,7 +445,8 @@ class SparseTraining(Stepping):
         self._end_search()
         self._networks.enter(mask[None], None)
         self._held_steps = 0
-        recalibrate(self._networks.net.module, seen, loss_fn)
+        with self._kernels:
+            recalibrate(self._networks.net.module, seen, loss_fn)
         self._average_statistics(self._networks.net.module)
 
     def snapshot(
@@ -497,7 +498,8 @@ class SparseTraining(Stepping):
         def over_ranks(net: nn.Module, *batch: Any) -> Tensor:
             return self.ranks.average([loss_fn(net, *batch)], num_examples(batch)).losses[0]
 
-        best = least_loss(self._networks.of_masks(masks), batches, over_ranks)
+        with self._kernels:
+            best = least_loss(self._networks.of_masks(masks), batches, over_ranks)
         return self.graph.costs.at_least_one(masks[best])
 
     def _finished(

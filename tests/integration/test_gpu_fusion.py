@@ -111,6 +111,7 @@ def test_depthwise_convolutions_are_differentiated_twice():
 def test_saved_tensors_may_come_back_in_another_layout():
     torch.backends.cudnn.allow_tf32 = False
     depthwise_reference.check_packed((4, 24, 9, 8), *depthwise_reference.WINDOWS[1], device="cuda")
+    depthwise_reference.check_scattered((4, 24, 9, 8), *depthwise_reference.WINDOWS[4], device="cuda")
     for shape in [(64, 24, 32, 32), (4, 24, 9, 8)]:
         check_packed(shape, device="cuda")
 

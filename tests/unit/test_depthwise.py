@@ -156,12 +156,14 @@ def test_what_is_compiled_as_one_graph_still_is(monkeypatch):
         ({"bias": torch.zeros(3)}, "bias"),
         ({"stride": 0}, "stride"),
         ({"dilation": 0}, "dilation"),
+        ({"padding": -1}, "negative padding"),
+        ({"weight": torch.randn(6, 1, 3)}, "convolution dimensions"),
+        ({"weight": torch.randn(6)}, "weight"),
     ],
 )
 def test_what_torch_refuses_is_refused(settings, message, swapped):
-    weight = torch.randn(6, 1, 3, 3)
     with pytest.raises(RuntimeError, match=message), swapping.AllWidths():
-        F.conv2d(IMAGES, weight, groups=6, **settings)
+        F.conv2d(IMAGES, **{"weight": torch.randn(6, 1, 3, 3), "groups": 6} | settings)
 
 
 def test_types_are_those_of_autocast(swapped):

@@ -25,8 +25,9 @@ MAX_TAPS = 9  # loops over them are unrolled, and long ones take minutes to comp
 
 # A tile is so many pixels of so many channels; wider ones leave more channels idle.
 TILE = {"BLOCK_P": 32, "BLOCK_C": 32, "num_warps": 2}
-FILTER_TILE = {"BLOCK_P": 16, "BLOCK_C": 32, "num_warps": 1}  # every tap has its own sums of it, in registers
-# The gradient of a filter is a sum over all pixels, which about so many programs per multiprocessor share.
+FILTER_TILE = {"BLOCK_P": 16, "BLOCK_C": 32, "num_warps": 1}  # of which every tap has its own sums
+# The gradient of a filter is a sum over all pixels, which about so many programs per multiprocessor share, or one per
+# tile of an image where those are more.
 PARTIALS = 8
 FINISH = {"BLOCK_R": 256, "BLOCK_W": 16, "num_warps": 8}
 
@@ -46,11 +47,13 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, gro
         and x.dim() == 4
         and x.dtype in DTYPES
         and x.is_contiguous(memory_format=torch.channels_last)
+        and weight.dim() == 4
         and groups == x.shape[1] == weight.shape[0] > 1
         and weight.shape[1] == 1
         and weight.shape[2:].numel() <= MAX_TAPS
         and (bias is None or bias.shape == weight.shape[:1])
         and min(*window.stride, *window.dilation) > 0
+        and min(window.padding) >= 0
         and all(t is None or (t.dtype in DTYPES and t.device == x.device) for t in (weight, bias))
         and max(x.numel(), x.shape[0] * x.shape[1] * _area(x, weight, window)) <= MAX_ELEMENTS
         and x.numel() > 0

@@ -75,7 +75,10 @@ def _format(channels_last: bool) -> torch.memory_format:
 
 
 def ways(device: torch.device, channels_last: bool, compiled: bool) -> list[Way]:
-    """All that could be the fastest here. On a GPU the other memory format never is; on a CPU it may be."""
+    """All that could be the fastest here. On a GPU the other memory format never is; on a CPU it may be.
+
+    Graphs have our kernels for depthwise convolutions, which for some layers are a little slower than cuDNN's.
+    """
     kinds = ("eager", "graphs", "fused") if device.type == "cuda" else ("eager",)
     formats = (channels_last,) if device.type == "cuda" else (False, True)[: 1 + channels_last]
     return [Way(kind, last) for kind in kinds for last in formats] + [Way("compile", channels_last)] * compiled

@@ -24,7 +24,7 @@ def evaluate(network: nn.Module, data: ImageData, precision: str, ranks: Ranks =
     """Mean loss and top-1 accuracy, in percent, of a network on the test images; each rank looks at its share."""
     loss: Tensor | float = 0.0
     correct: Tensor | int = 0
-    with evaluating(network), AllWidths():  # a network that is only looked at is not worth kernels of its own
+    with evaluating(network), AllWidths():  # the kernels of captured steps, so that no others are built
         for images, labels in data.test.epoch(0):
             if not len(labels):  # the last batch may have fewer images than there are ranks
                 continue
