@@ -32,6 +32,11 @@ def text(document: str) -> str:
     return " ".join((REPOSITORY / document).read_text(encoding="utf-8").split())
 
 
+def accuracies(folder: str, method: str) -> list[float]:
+    """Of the seeds, percent."""
+    return [records.read(file).accuracy for file in (REPOSITORY / "results" / folder).glob(f"{method}-seed*.json")]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_tables_of_runs_are_those_of_the_records(name: str) -> None:
     record = records.read(REPOSITORY / "results" / "vgg19-cifar10-60" / f"{name}.json")
@@ -62,17 +67,11 @@ def test_means_over_seeds_are_those_of_the_records(folder: str, label: str) -> N
         ("", "narrow-front_heavy"),
         ("", "slimstart"),
     ):
-        files = sorted((REPOSITORY / "results" / f"{folder}{part}").glob(f"{method}-seed*.json"))
-        found = [records.read(file).accuracy for file in files]
+        found = accuracies(f"{folder}{part}", method)
         expected.append(f"{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}" if found else "")
         seeds += [len(found)] if found else []
     fewest, most = min(seeds), max(seeds)
     assert cells("README.md", label) == [[*expected, str(most) if fewest == most else f"{fewest} to {most}"]]
-
-
-def accuracies(folder: str, method: str) -> list[float]:
-    """Of the seeds, percent."""
-    return [records.read(file).accuracy for file in (REPOSITORY / "results" / folder).glob(f"{method}-seed*.json")]
 
 
 def mean(folder: str, method: str) -> float:

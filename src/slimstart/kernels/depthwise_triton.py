@@ -23,10 +23,28 @@ def _pixels(tile, count, height, width, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def _channels(chunks, VEC: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Numbers of the channels of this program, how many there are in all, and which of the numbers are there."""
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    channels = chunks * VEC
-    return c, channels, c < channels
+    """Numbers of the channels of this program, and how many there are in all."""
+    return tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), chunks * VEC
+
+
+@triton.jit
+def _load(images, pixel, there, c, channels):
+    """Pixels, by their numbers through the batch, of some channels; zero where there are none."""
+    at = pixel[:, None] * channels + c[None, :]
+    return tl.load(images + at, mask=there[:, None] & (c < channels)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(images, values, pixel, there, c, channels):
+    """Where `_load` would read."""
+    at = pixel[:, None] * channels + c[None, :]
+    tl.store(images + at, values.to(images.dtype.element_ty), mask=there[:, None] & (c < channels)[None, :])
+
+
+@triton.jit
+def _load_row(row, c, channels):
+    """What some channels have, for all pixels alike."""
+    return tl.load(row + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -61,18 +79,16 @@ def forward(
 ):  # fmt: skip
     """The convolution."""
     p, image, i, j, there = _pixels(tl.program_id(0), count, out_height, out_width, BLOCK_P)
-    c, channels, inside = _channels(chunks, VEC, BLOCK_C)
+    c, channels = _channels(chunks, VEC, BLOCK_C)
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     if bias is not None:
-        total += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)[None, :]
+        total += _load_row(bias, c, channels)
     NUM_TAPS: tl.constexpr = TAPS[0] * TAPS[1]
     for tap in tl.static_range(NUM_TAPS):
         pixel, reads = _read(i, j, height, width, tap, STRIDE, PADDING, DILATION, TAPS)
-        at = (image * height * width + pixel)[:, None] * channels + c[None, :]
-        value = tl.load(x + at, mask=(there & reads)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        total += value * tl.load(filters + tap * channels + c, mask=inside, other=0.0).to(tl.float32)[None, :]
-    at = p[:, None] * channels + c[None, :]
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=there[:, None] & inside[None, :])
+        value = _load(x, image * height * width + pixel, there & reads, c, channels)
+        total += value * _load_row(filters + tap * channels, c, channels)
+    _store(y, total, p, there, c, channels)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -83,16 +99,14 @@ def backward(
 ):  # fmt: skip
     """The gradient of x: of every pixel, from the results that have read it."""
     p, image, h, w, there = _pixels(tl.program_id(0), count, height, width, BLOCK_P)
-    c, channels, inside = _channels(chunks, VEC, BLOCK_C)
+    c, channels = _channels(chunks, VEC, BLOCK_C)
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     NUM_TAPS: tl.constexpr = TAPS[0] * TAPS[1]
     for tap in tl.static_range(NUM_TAPS):
         result, reads = _reader(h, w, out_height, out_width, tap, STRIDE, PADDING, DILATION, TAPS)
-        at = (image * out_height * out_width + result)[:, None] * channels + c[None, :]
-        value = tl.load(dy + at, mask=(there & reads)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        total += value * tl.load(filters + tap * channels + c, mask=inside, other=0.0).to(tl.float32)[None, :]
-    at = p[:, None] * channels + c[None, :]
-    tl.store(dx + at, total.to(dx.dtype.element_ty), mask=there[:, None] & inside[None, :])
+        value = _load(dy, image * out_height * out_width + result, there & reads, c, channels)
+        total += value * _load_row(filters + tap * channels, c, channels)
+    _store(dx, total, p, there, c, channels)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -106,10 +120,9 @@ def backward_filter(
     A program has one tile of places in `at_once` images, and goes through `images` images with it.
     """
     p, image, i, j, there = _pixels(tl.program_id(0), at_once, out_height, out_width, BLOCK_P)
-    c, channels, inside = _channels(chunks, VEC, BLOCK_C)
+    c, channels = _channels(chunks, VEC, BLOCK_C)
     first = tl.program_id(2) * images
     last = tl.minimum(first + images, count)
-    to = p[:, None] * channels + c[None, :]
     program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     NUM_TAPS: tl.constexpr = TAPS[0] * TAPS[1]
     totals = ()
@@ -117,17 +130,15 @@ def backward_filter(
         totals += (tl.zeros([BLOCK_P, BLOCK_C], tl.float32),)
     for n in range(first, last, at_once):
         some = there & (n + image < last)
-        at = n * out_height * out_width * channels + to
-        g = tl.load(dy + at, mask=some[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        g = _load(dy, n * out_height * out_width + p, some, c, channels)
         more = ()
         for tap in tl.static_range(NUM_TAPS):
             pixel, reads = _read(i, j, height, width, tap, STRIDE, PADDING, DILATION, TAPS)
-            at = ((n + image) * height * width + pixel)[:, None] * channels + c[None, :]
-            value = tl.load(x + at, mask=(some & reads)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            value = _load(x, (n + image) * height * width + pixel, some & reads, c, channels)
             more += (totals[tap] + value * g,)
         totals = more
     for tap in tl.static_range(NUM_TAPS):
-        tl.store(partial + (program * NUM_TAPS + tap) * channels + c, tl.sum(totals[tap], 0), mask=inside)
+        tl.store(partial + (program * NUM_TAPS + tap) * channels + c, tl.sum(totals[tap], 0), mask=c < channels)
 
 
 @triton.jit(do_not_specialize=["num_partials", "columns", "channels"])
