@@ -19,9 +19,9 @@ import torch
 import variants
 from torch import Tensor
 
-from slimstart.structure import EqualWorth
-from slimstart.structure.equal_worth import MOST
-from slimstart.structure.participation import participation
+from slimstart.policies import EqualWorth
+from slimstart.policies.equal_worth import MOST
+from slimstart.policies.participation import participation
 
 
 class Frozen(EqualWorth):
@@ -154,8 +154,8 @@ def _four_to_each(samples: Tensor) -> Tensor:
 
 
 NARROW = {"method": "narrow"}
-PARTICIPATION = "slimstart.structure.equal_worth.participation"
-SHARE, SMALL = "slimstart.structure.naming.SEARCHED", "slimstart.structure.fitting.SMALL"
+PARTICIPATION = "slimstart.policies.equal_worth.participation"
+SHARE, SMALL = "slimstart.policies.naming.SEARCHED", "slimstart.policies.fitting.SMALL"
 VARIANTS = {
     "narrow": Variant("one share of every group, by hand", recipe=NARROW),
     "front_heavy": Variant(
@@ -182,7 +182,7 @@ VARIANTS = {
     **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.3, 0.4, 0.5, 0.6)},
     **{f"align={a}": Variant(f"widths in steps of {a}", recipe={"align": a}) for a in (1, 2, 4)},
     "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),
-    "rounds=4": Variant("four rounds, as long in all", constants={"slimstart.structure.naming.ROUNDS": 4}),
+    "rounds=4": Variant("four rounds, as long in all", constants={"slimstart.policies.naming.ROUNDS": 4}),
 }
 
 
@@ -198,7 +198,7 @@ def change_of(name: str) -> variants.Change:
     def policy(*args: Any, **given: Any) -> EqualWorth:
         return variant.policy(*args, **{**given, **variant.settings})
 
-    pieces = {"slimstart.structure.naming.EqualWorth": policy, **variant.constants}
+    pieces = {"slimstart.policies.naming.EqualWorth": policy, **variant.constants}
     return variants.Change(variant.text, {"policy": "equal_worth", **variant.recipe}, pieces)
 
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimstart.accounting.timing import Stopwatch, Turn, take_turns
-from slimstart.engine.capture import capture
 from slimstart.kernels.depthwise import Window, depthwise_conv2d
+from slimstart.steps.capture import capture
 
 
 class Layer(NamedTuple):

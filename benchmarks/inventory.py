@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slimstart
-from slimstart.engine.assembly import ALIGN
-from slimstart.structure import BernoulliUnits, EqualWorth
-from slimstart.structure.naming import COUPLING
-from slimstart.subnet import compact
-from slimstart.subnet.page_locked import num_bytes
-from slimstart.subnet.resident_slots import shared_out
-from slimstart.subnet.seating import Seating
-from slimstart.subnet.slots import Slots
+from slimstart.narrow import compact
+from slimstart.narrow.page_locked import num_bytes
+from slimstart.narrow.resident_slots import shared_out
+from slimstart.narrow.seating import Seating
+from slimstart.narrow.slots import Slots
+from slimstart.policies import BernoulliUnits, EqualWorth
+from slimstart.policies.naming import COUPLING
+from slimstart.steps.assembly import ALIGN
 
 # Of cuBLAS, in KiB and pieces: 8 MiB for every thread on every stream. On an H200 PyTorch takes 32 MiB by default, for
 # matrices that are as small as on any other GPU.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from slimstart.baselines.shares import largest_share
 from slimstart.graph import ChannelGraph, trace
-from slimstart.structure import BoundBudget, Budget
-from slimstart.subnet import compact_fresh
+from slimstart.narrow import compact_fresh
+from slimstart.policies import BoundBudget, Budget
 
 
 @dataclasses.dataclass(frozen=True)

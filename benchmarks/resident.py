@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart import models
-from slimstart.structure.equal_worth import ROUNDS
+from slimstart.policies.equal_worth import ROUNDS
 
 POLICIES = ("paper", "equal_worth")
 PARAMETERS = 20.03e6  # of VGG-19; they grow with the square of its width

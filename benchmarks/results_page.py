@@ -16,6 +16,7 @@ import variant_tables
 
 from slimstart import atomic, bench_records, records, study_records
 from slimstart.bench_records import Bench
+from slimstart.policies import ESTIMATORS
 from slimstart.recipes.paper import COMPARED
 from slimstart.recipes.presets import PRESETS
 from slimstart.recipes.recipe import Recipe
@@ -24,7 +25,6 @@ from slimstart.reports import study_plot
 from slimstart.reports.results import Experiment, page
 from slimstart.reports.rivals import Published
 from slimstart.reports.rows import family
-from slimstart.structure import ESTIMATORS
 from slimstart.study_records import Study
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart import models
-from slimstart.engine import PlainTraining
 from slimstart.integrations import data_parallel, joined
 from slimstart.ranks import Ranks
+from slimstart.steps import PlainTraining
 
 BUDGETS = (1.0, 0.25, 0.10, 0.05)
 WARM_UP, STEPS = 2, 8

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slimstart import Flops, SparseTraining
-from slimstart.engine import PlainTraining
-from slimstart.engine.together import Together
 from slimstart.integrations import data_parallel, synchronise_batch_norm
+from slimstart.policies.estimators import leave_one_out, leave_one_out_of, vr_pge
 from slimstart.ranks import Ranks
 from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.runs import Run
 from slimstart.recipes.surroundings import Place
-from slimstart.structure.estimators import leave_one_out, leave_one_out_of, vr_pge
+from slimstart.steps import PlainTraining
+from slimstart.steps.together import Together
 
 EXAMPLE = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
 

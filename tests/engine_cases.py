@@ -19,9 +19,9 @@ from torch.optim import SGD, Adam
 from slimstart import Flops, NonFiniteLossError, SparseTraining, models, trace
 from slimstart.baselines.gates import Gates
 from slimstart.baselines.relaxations import RELAXATIONS, make_gates
-from slimstart.engine import PlainTraining
 from slimstart.kernels.depthwise import Window
-from slimstart.subnet.gating import Gated
+from slimstart.narrow.gating import Gated
+from slimstart.steps import PlainTraining
 from tests.zoo import ZOO
 
 # The projection on the device ends within 1e-7 of the budget, and fused optimizers have learning rates in float32.
@@ -412,7 +412,7 @@ def test_graphs_need_room_to_spare(device: str) -> None:
 
 @pytest.mark.parametrize("scarce", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slimstart.engine.graphs.is_scarce", lambda: scarce)
+    monkeypatch.setattr("slimstart.steps.graphs.is_scarce", lambda: scarce)
     settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 8, "total_steps": 160}  # four windows
     graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
     before, steps = eager.mask, graphs._steps
@@ -441,7 +441,7 @@ def test_depthwise_convolutions_have_kernels_that_do_for_all_widths(
         return F.conv2d(x, weight, bias, *window, x.shape[1])
 
     monkeypatch.setattr("slimstart.kernels.depthwise.use_triton", lambda tensor: True)
-    monkeypatch.setattr("slimstart.engine.depthwise.depthwise_conv2d", noted)
+    monkeypatch.setattr("slimstart.steps.depthwise.depthwise_conv2d", noted)
     images = torch.randn(8, 3, 6, 6).contiguous(memory_format=torch.channels_last).to(device)
     labels = torch.arange(8, device=device)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slimstart import training
-from slimstart.engine import assembly, captured, optimizers, plain
-from slimstart.engine import capture as capturing
+from slimstart.steps import assembly, captured, optimizers, plain
+from slimstart.steps import capture as capturing
 
 
 class Nothing:

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from slimstart.graph import ChannelGraph as ChannelGraph
     from slimstart.graph import Selection as Selection
     from slimstart.graph import trace as trace
-    from slimstart.structure import Channels as Channels
-    from slimstart.structure import Flops as Flops
-    from slimstart.structure import Params as Params
-    from slimstart.subnet import compact as compact
-    from slimstart.subnet import recalibrate as recalibrate
-    from slimstart.subnet import verify as verify
+    from slimstart.narrow import compact as compact
+    from slimstart.narrow import recalibrate as recalibrate
+    from slimstart.narrow import verify as verify
+    from slimstart.policies import Channels as Channels
+    from slimstart.policies import Flops as Flops
+    from slimstart.policies import Params as Params
     from slimstart.training import SparseTraining as SparseTraining
 
 _HOME = {
@@ -44,8 +44,8 @@ _HOME = {
     ),
     "files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "trace"),
-    "structure": ("Channels", "Flops", "Params"),
-    "subnet": ("compact", "recalibrate", "verify"),
+    "policies": ("Channels", "Flops", "Params"),
+    "narrow": ("compact", "recalibrate", "verify"),
     "training": ("SparseTraining",),
 }  # fmt: skip
 _ROOM = {name: room for room, names in _HOME.items() for name in names}

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from slimstart import atomic
 from slimstart.errors import CheckpointError
-from slimstart.subnet.compact import RECORD, Record, tensor_names, tensor_places
-from slimstart.subnet.streams import BUFFERS, Side, StreamPort, open_port, set_port
+from slimstart.narrow.compact import RECORD, Record, tensor_names, tensor_places
+from slimstart.narrow.streams import BUFFERS, Side, StreamPort, open_port, set_port
 
 _FORMAT = "slimstart.network/1"
 

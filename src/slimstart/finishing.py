@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimstart.engine import forward_without_trace
-from slimstart.engine.eager import LossFunction
 from slimstart.errors import NonFiniteLossError
 from slimstart.graph import Selection
 from slimstart.inputs import as_batch
-from slimstart.subnet import compact, recalibrate
-from slimstart.subnet.state_hooks import remove_from
+from slimstart.narrow import compact, recalibrate
+from slimstart.narrow.state_hooks import remove_from
+from slimstart.steps import forward_without_trace
+from slimstart.steps.eager import LossFunction
 
 Batches = Sequence[tuple[Any, ...]]
 

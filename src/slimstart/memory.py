@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slimstart.devices import free_on_device
-from slimstart.structure import Budget, Channels
-from slimstart.subnet.optimizer_state import first_state
+from slimstart.narrow.optimizer_state import first_state
+from slimstart.policies import Budget, Channels
 
 NETWORKS = 4  # narrow weights on the device: the network, its gradients, the next one (in slots half), the reference
 STATES = 2  # narrow optimizer state there: of the network and of the next one

@@ -7,8 +7,8 @@
 
 `step` is a training step on narrow tensors; in the paper's Algorithm 1 with a second forward. Everything it does can
 also be done by hand with the verbs below it (`net`, `reference`, `update`, ...), for loops with a gradient scaler,
-clipping or accumulation. What is learned sits behind `slimstart.structure.Policy`; how tensors move, in
-`slimstart.subnet`.
+clipping or accumulation. What is learned sits behind `slimstart.policies.Policy`; how tensors move, in
+`slimstart.narrow`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from slimstart import checkpoints, memory
-from slimstart.engine import (
+from slimstart.errors import TraceError
+from slimstart.finishing import finished, first_batches, least_loss
+from slimstart.graph import ChannelGraph
+from slimstart.narrow import Executed, Traffic, has_learned, recalibrate, suit_, trace_verified
+from slimstart.narrow.compact import tensor_names
+from slimstart.narrow.state_hooks import keep_dense
+from slimstart.policies import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
+from slimstart.policies.naming import COUPLING, default_window
+from slimstart.ranks import gradient_bytes, num_examples, ranks_of, reporting, running_statistics
+from slimstart.steps import (
     Backward,
     LossFunction,
     assemble,
@@ -38,20 +47,11 @@ from slimstart.engine import (
     forward_without_trace,
     undoing_statistics,
 )
-from slimstart.engine.optimizers import fuse, unfuse
-from slimstart.engine.stepping import Stepping
-from slimstart.engine.together import Together
-from slimstart.engine.watching import Watch
-from slimstart.engine.wrapping import Wrap, Wrapping
-from slimstart.errors import TraceError
-from slimstart.finishing import finished, first_batches, least_loss
-from slimstart.graph import ChannelGraph
-from slimstart.ranks import gradient_bytes, num_examples, ranks_of, reporting, running_statistics
-from slimstart.structure import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
-from slimstart.structure.naming import COUPLING, default_window
-from slimstart.subnet import Executed, Traffic, has_learned, recalibrate, suit_, trace_verified
-from slimstart.subnet.compact import tensor_names
-from slimstart.subnet.state_hooks import keep_dense
+from slimstart.steps.optimizers import fuse, unfuse
+from slimstart.steps.stepping import Stepping
+from slimstart.steps.together import Together
+from slimstart.steps.watching import Watch
+from slimstart.steps.wrapping import Wrap, Wrapping
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class SparseTraining(Stepping):
             optimizer state stay on the CPU, where they must be already; narrow networks are on the device of
             `example_inputs`, and at a draw only what changes is exchanged (`traffic`).
         policy: what learns the structure. "equal_worth": widths, from the gradients of ordinary steps
-            (`slimstart.structure.EqualWorth`). "paper": Algorithm 1. Or one of your own, called with the graph's cost
+            (`slimstart.policies.EqualWorth`). "paper": Algorithm 1. Or one of your own, called with the graph's cost
             table alone: it has its own budget.
         fresh: for "equal_worth", and policies of your own that watch gradients as it does: the model has just been
             initialised, so its weights are scaled to the fan-in of the network that it starts with, as if that had been

@@ -12,9 +12,9 @@ import slimstart
 from slimstart.graph.ledger import Ledger
 from slimstart.graph.rules.norms import per_channel_layer
 from slimstart.graph.rules.registry import RULES
-from slimstart.subnet import trace_verified
-from slimstart.subnet.compact import masked
-from slimstart.subnet.verify import prove
+from slimstart.narrow import trace_verified
+from slimstart.narrow.compact import masked
+from slimstart.narrow.verify import prove
 from tests import network_reference as reference
 from tests.zoo import ZOO, shake
 

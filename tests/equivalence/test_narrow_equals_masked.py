@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import slimstart
-from slimstart.structure import Flops, Params
-from slimstart.subnet.streams import StreamPort
+from slimstart.narrow.streams import StreamPort
+from slimstart.policies import Flops, Params
 from tests import network_reference as reference
 from tests.network_reference import Live, live
 from tests.zoo import ZOO, call, cast, shake, tensors

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 import slimstart
-from slimstart.subnet import OptimizerLink, Subnet
+from slimstart.narrow import OptimizerLink, Subnet
 from tests import network_reference as reference
 from tests.zoo import shake
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import slimstart
-from slimstart.structure import Flops, Params
-from slimstart.subnet.verify import prove
+from slimstart.narrow.verify import prove
+from slimstart.policies import Flops, Params
 from tests import network_reference as reference
 from tests.zoo.random_nets import build, example_input, networks
 

@@ -11,9 +11,9 @@ from torch.optim import SGD, Adam
 
 from slimstart import Flops, SparseTraining, flops, models, trace
 from slimstart.graph import ChannelGraph
-from slimstart.subnet import SlotNetworks
-from slimstart.subnet.seating import Seating
-from slimstart.subnet.slots import RENEW, Slots, aligned
+from slimstart.narrow import SlotNetworks
+from slimstart.narrow.seating import Seating
+from slimstart.narrow.slots import RENEW, Slots, aligned
 from tests.zoo import ZOO, Entry, call, cast, tensors
 
 OPTIMIZERS = {

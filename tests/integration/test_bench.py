@@ -23,12 +23,12 @@ from slimstart.cli.display import console
 from slimstart.errors import CheckpointError, ConfigError, RecordError
 from slimstart.graph import trace
 from slimstart.models import build
+from slimstart.policies import BernoulliUnits, Flops
 from slimstart.recipes import bench, bench_contenders, bench_structure
 from slimstart.recipes.bench import Benchmark, run
 from slimstart.recipes.bench_settings import Settings
 from slimstart.recipes.runs import Run
 from slimstart.reports import bench_plot
-from slimstart.structure import BernoulliUnits, Flops
 from slimstart.training import SparseTraining
 
 OWN = "tests.tiny_networks:with_dropout"

@@ -15,9 +15,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from slimstart import models
-from slimstart.engine import fusion
-from slimstart.engine.depthwise import AllWidths
 from slimstart.kernels import depthwise, norm
+from slimstart.steps import fusion
+from slimstart.steps.depthwise import AllWidths
 from tests import depthwise_reference
 from tests.norm_reference import CL, check, check_packed, error
 

@@ -20,13 +20,13 @@ from slimstart.baselines.soft_filter import folded_norms
 from slimstart.data import fashion
 from slimstart.data.arrays import ArraySet
 from slimstart.errors import BudgetError, CheckpointError, TraceError
+from slimstart.narrow.gating import Gated
 from slimstart.recipes.methods import Batch, Method, make_method
 from slimstart.recipes.pruned import Pruned
 from slimstart.recipes.recipe import METHODS, Recipe, merged
 from slimstart.recipes.relaxed import Relaxed
 from slimstart.recipes.surroundings import Place
 from slimstart.records import Record
-from slimstart.subnet.gating import Gated
 from tests.integration.test_program import QUICK, SELDOM, Killed, Killer, outcome, started
 from tests.tiny_networks import with_dropout
 

@@ -13,6 +13,7 @@ import torch
 
 from slimstart import checkpoints, files, flops, records
 from slimstart.errors import BudgetError, CheckpointError, ConfigError, NonFiniteLossError
+from slimstart.narrow import ResidentNetworks
 from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import Recipe, make_model, merged
@@ -20,7 +21,6 @@ from slimstart.recipes.runs import Run, claim
 from slimstart.recipes.search import Search
 from slimstart.recipes.surroundings import Place, suited
 from slimstart.recipes.watching import Interrupted, Unwatched
-from slimstart.subnet import ResidentNetworks
 
 OWN = "tests.tiny_networks:with_dropout"
 TINY = Recipe(

@@ -27,11 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from examples import larger_than_the_card
 from slimstart import Channels, Flops, Params, SparseTraining, memory, models
 from slimstart.costs import CostTable
-from slimstart.engine import DeviceSearch, graphs
-from slimstart.engine.captured import CapturedStep
-from slimstart.structure import EqualWorth, _ragged
-from slimstart.subnet import ResidentNetworks, ResidentSlotNetworks, resident_slots
-from slimstart.subnet.page_locked import ALIGN, PAGE, PageLocked, pack_
+from slimstart.narrow import ResidentNetworks, ResidentSlotNetworks, resident_slots
+from slimstart.narrow.page_locked import ALIGN, PAGE, PageLocked, pack_
+from slimstart.policies import EqualWorth, _ragged
+from slimstart.steps import DeviceSearch, graphs
+from slimstart.steps.captured import CapturedStep
 from tests.pretended_gpu import pretend
 
 Differences = Callable[[Any, Any], list[str]]

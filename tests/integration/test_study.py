@@ -21,6 +21,8 @@ from slimstart import study_records
 from slimstart.cli import study as command
 from slimstart.cli.display import console
 from slimstart.errors import ConfigError, NonFiniteLossError, RecordError
+from slimstart.narrow import compact
+from slimstart.policies import ESTIMATORS
 from slimstart.recipes import study
 from slimstart.recipes.methods import Batch, Loss, Search
 from slimstart.recipes.program import Program
@@ -32,9 +34,7 @@ from slimstart.recipes.study_settings import FlipSettings, VarianceSettings
 from slimstart.recipes.study_variance import variance_rows
 from slimstart.recipes.watching import Interrupted, Unwatched
 from slimstart.reports import study_plot
-from slimstart.structure import ESTIMATORS
 from slimstart.study_records import FlipRow, Study, VarianceRow
-from slimstart.subnet import compact
 from tests.integration.test_program import OWN, QUICK, SELDOM, outcome, started
 from tests.reference import all_masks, mask_probability
 

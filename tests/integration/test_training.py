@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import slimstart
 from slimstart import BudgetError, Channels, Flops, NonFiniteLossError, Params, SparseTraining
 from slimstart.costs import CostTable
-from slimstart.structure import Budget, Policy, leave_one_out_of
+from slimstart.policies import Budget, Policy, leave_one_out_of
 from tests.datasets import real_cifar10
 from tests.zoo import ZOO
 

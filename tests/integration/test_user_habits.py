@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slimstart
-from slimstart.subnet import recalibrate
+from slimstart.narrow import recalibrate
 
 IMAGES, LABELS = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from slimstart import Flops, SparseTraining, models, trace
-from slimstart.engine.watching import Watch
 from slimstart.graph.readers import readers
-from slimstart.structure import EqualWorth
-from slimstart.subnet import compact
+from slimstart.narrow import compact
+from slimstart.policies import EqualWorth
+from slimstart.steps.watching import Watch
 
 
 def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from slimstart import Flops, trace
-from slimstart.structure import naming
+from slimstart.policies import naming
 
 NETWORK = nn.Sequential(
     *(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 256, 3, stride=2), nn.ReLU(), nn.Conv2d(256, 128, 3), nn.ReLU()),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slimstart.costs import CostTable
 from slimstart.errors import BudgetError
-from slimstart.structure import BoundBudget, Budget, Channels, Flops, Params
+from slimstart.policies import BoundBudget, Budget, Channels, Flops, Params
 from tests import reference
 from tests.cost_tables import chain, cost_table, cost_tables, factor
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slimstart import Flops
-from slimstart.structure import BernoulliUnits, get_estimator
-from slimstart.structure.capping import SPREAD, TRIES, Cap
+from slimstart.policies import BernoulliUnits, get_estimator
+from slimstart.policies.capping import SPREAD, TRIES, Cap
 from tests.cost_tables import chain
 
 GROUPS = torch.tensor([0, 0, 0, 0, 1, 1, 1])

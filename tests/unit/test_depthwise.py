@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from slimstart import models
 from slimstart.data import load
-from slimstart.engine import depthwise as swapping
-from slimstart.engine import fusion
 from slimstart.kernels import depthwise
 from slimstart.kernels.depthwise import Window, depthwise_conv2d
 from slimstart.recipes.evaluation import evaluate
+from slimstart.steps import depthwise as swapping
+from slimstart.steps import fusion
 
 CL = torch.channels_last
 

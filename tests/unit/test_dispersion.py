@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimstart.structure import ESTIMATORS, sample
-from slimstart.structure.dispersion import (
+from slimstart.policies import ESTIMATORS, sample
+from slimstart.policies.dispersion import (
     flip_dispersion,
     jackknife_error,
     largest,

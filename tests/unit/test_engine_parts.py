@@ -8,10 +8,10 @@ from torch import nn
 from torch.optim import SGD, Adam, RMSprop
 
 from slimstart import Flops, SparseTraining
-from slimstart.engine import Backward, PlainTraining, choose
-from slimstart.engine.capture import is_scarce
-from slimstart.engine.graphs import _Same
-from slimstart.engine.optimizers import CapturedRates, fuse, has_begun, settings, unfuse
+from slimstart.steps import Backward, PlainTraining, choose
+from slimstart.steps.capture import is_scarce
+from slimstart.steps.graphs import _Same
+from slimstart.steps.optimizers import CapturedRates, fuse, has_begun, settings, unfuse
 
 
 def parameters(n: int = 2) -> list[nn.Parameter]:

@@ -11,9 +11,9 @@ from torch import nn
 
 from slimstart import Channels, Flops, Params, models, trace
 from slimstart.errors import CheckpointError
-from slimstart.structure import EqualWorth, WatchingPolicy
-from slimstart.structure.equal_worth import FEWEST, PULL, SEEN, neighbours
-from slimstart.structure.fitting import FILLED, SMALL, steps, whole
+from slimstart.policies import EqualWorth, WatchingPolicy
+from slimstart.policies.equal_worth import FEWEST, PULL, SEEN, neighbours
+from slimstart.policies.fitting import FILLED, SMALL, steps, whole
 
 GRAPH = trace(models.build("vgg16", num_classes=10, width=0.25), torch.zeros(1, 3, 32, 32), "stream")
 RESIDUAL = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")

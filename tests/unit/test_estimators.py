@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimstart.structure import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
-from slimstart.structure.estimators import leave_one_out, pge, vr_pge, vr_pge_symmetric
+from slimstart.policies import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
+from slimstart.policies.estimators import leave_one_out, pge, vr_pge, vr_pge_symmetric
 from tests import reference
 
 Loss = Callable[[Tensor], float]

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from slimstart import models
-from slimstart.engine import chains as chains_module
-from slimstart.engine import fusion
 from slimstart.kernels import norm
+from slimstart.steps import chains as chains_module
+from slimstart.steps import fusion
 from tests.zoo import ZOO, call, cast, shake, tensors
 
 NORM, RELU, ADD, ADD_RELU = "norm", "relu", "add", "add+relu"

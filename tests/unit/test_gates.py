@@ -16,8 +16,8 @@ from slimstart.baselines.relaxations import make_gates
 from slimstart.baselines.sampled_gates import hard_concrete
 from slimstart.baselines.thresholded_gates import Cutoff, LogNorms
 from slimstart.errors import ConfigError, TraceError
-from slimstart.structure import Channels, Flops, Params
-from slimstart.subnet.gating import Gated
+from slimstart.narrow.gating import Gated
+from slimstart.policies import Channels, Flops, Params
 from tests.cost_tables import chain
 from tests.unit.test_policy_on_device import STREAM, WithoutHost
 

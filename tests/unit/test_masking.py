@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart.graph import ChannelGraph
-from slimstart.subnet.masking import MaskedNetwork
-from slimstart.subnet.state_hooks import keep_dense
+from slimstart.narrow.masking import MaskedNetwork
+from slimstart.narrow.state_hooks import keep_dense
 from tests.zoo import ZOO, call, cast, shake, tensors
 
 FEW = ("vgg_bn", "resnet_option_a", "mobilenet_v2", "tied_autoencoder")

@@ -9,7 +9,7 @@ from slimstart import SparseTraining, models, trace
 from slimstart.accounting import flops
 from slimstart.baselines import front_heavy, narrow, start_mask, uniform_mask
 from slimstart.errors import BudgetError
-from slimstart.structure import Budget, Channels, Flops, Params
+from slimstart.policies import Budget, Channels, Flops, Params
 from tests.zoo import ZOO
 
 GRAPHS = {

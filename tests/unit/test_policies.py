@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
-from slimstart.structure import BernoulliUnits, Budget, Channels, Estimator, Flops, Params, Policy, leave_one_out_of
+from slimstart.policies import BernoulliUnits, Budget, Channels, Estimator, Flops, Params, Policy, leave_one_out_of
 from tests.cost_tables import chain, cost_table, factor
 
 BUDGETS = [Channels(0.3), Params(0.3), Flops(0.3)]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from slimstart.costs import CostTable
 from slimstart.graph import trace
 from slimstart.models import resnet20, vgg19
-from slimstart.structure import ESTIMATORS, BernoulliUnits, Budget, Channels, DevicePolicy, Estimator, Flops, Params
+from slimstart.policies import ESTIMATORS, BernoulliUnits, Budget, Channels, DevicePolicy, Estimator, Flops, Params
 from tests.cost_tables import chain, cost_table, factor
 
 BUDGETS = [Channels(0.5), Params(0.5), Flops(0.5)]

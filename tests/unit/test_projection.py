@@ -10,9 +10,9 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.graph import trace
 from slimstart.models import mobilenet_v1, resnet20
-from slimstart.structure import BoundBudget, Budget, Channels, Flops, Params, project, uniform_start
-from slimstart.structure.multisection import Multisection
-from slimstart.structure.projection import Direction
+from slimstart.policies import BoundBudget, Budget, Channels, Flops, Params, project, uniform_start
+from slimstart.policies.multisection import Multisection
+from slimstart.policies.projection import Direction
 from tests import reference
 from tests.cost_tables import chain, cost_table, cost_tables, factor
 

@@ -16,7 +16,7 @@ from slimstart import models, trace
 from slimstart.baselines import provable
 from slimstart.baselines.pruning import Trained
 from slimstart.baselines.shares import keep_share
-from slimstart.structure import Budget, Channels, Flops, Params
+from slimstart.policies import Budget, Channels, Flops, Params
 from tests.tiny_networks import with_dropout
 from tests.zoo import ZOO, call, shake
 

@@ -20,9 +20,9 @@ from slimstart.baselines.shares import keep_best, keep_share, largest_within
 from slimstart.baselines.thresholded_gates import LogNorms
 from slimstart.errors import BudgetError, TraceError
 from slimstart.graph import ChannelGraph
-from slimstart.structure import Budget, Channels, Flops, Params
-from slimstart.structure.ranking import places
-from slimstart.subnet import compact
+from slimstart.narrow import compact
+from slimstart.policies import Budget, Channels, Flops, Params
+from slimstart.policies.ranking import places
 from tests.zoo import shake
 
 BUDGETS: list[Budget] = [Flops(0.3), Params(0.5), Channels(0.4), Flops(1.0)]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
+from slimstart.policies import Channels, Flops, Params
+from slimstart.policies.bernoulli import STRUCTURE_LR
 from slimstart.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
 from slimstart.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
 from slimstart.recipes.schedules import learning_rate
-from slimstart.structure import Channels, Flops, Params
-from slimstart.structure.bernoulli import STRUCTURE_LR
 
 
 def test_budgets_are_parsed() -> None:

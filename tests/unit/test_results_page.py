@@ -12,9 +12,9 @@ from results_page import make_page, published
 
 from slimstart import records, study_records
 from slimstart.errors import RecordError
+from slimstart.policies import ESTIMATORS
 from slimstart.records import Record
 from slimstart.reports.results import Experiment, page
-from slimstart.structure import ESTIMATORS
 from slimstart.study_records import FlipRow, Study, VarianceRow
 from tests.records import make
 

@@ -11,7 +11,7 @@ from torch import nn
 import slimstart
 from slimstart.costs import CostTable, Polynomial
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Slice
-from slimstart.subnet import Subnet
+from slimstart.narrow import Subnet
 
 
 def hand_made_graph(group_sizes, axes, tensors, left_whole=None):

@@ -17,8 +17,8 @@ from slimstart.baselines.pruning import Trained
 from slimstart.baselines.shares import keep_share
 from slimstart.graph import ChannelGroup
 from slimstart.graph.readers import Reader, readers
-from slimstart.structure import Budget, Channels, Flops, Params
-from slimstart.subnet.compact import compact
+from slimstart.narrow.compact import compact
+from slimstart.policies import Budget, Channels, Flops, Params
 from tests.tiny_networks import with_dropout
 from tests.zoo import ZOO, call, shake
 

@@ -12,9 +12,9 @@ from torch.optim import SGD
 
 from slimstart import Channels, Flops, Params, SparseTraining, models, trace
 from slimstart.errors import CheckpointError
-from slimstart.structure import NestedWidths
-from slimstart.structure.fitting import Fit
-from slimstart.structure.policies import DevicePolicy
+from slimstart.policies import NestedWidths
+from slimstart.policies.fitting import Fit
+from slimstart.policies.policies import DevicePolicy
 
 GRAPH = trace(models.build("vgg16", num_classes=10, width=0.125), torch.zeros(1, 3, 32, 32))
 RESIDUAL = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "filter")

@@ -1,4 +1,4 @@
-"""Gates: a structure that is learned by the chain rule, on a dense network (`slimstart.subnet.gating.Gated`).
+"""Gates: a structure that is learned by the chain rule, on a dense network (`slimstart.narrow.gating.Gated`).
 
 A relaxation says how gates follow from what is learned, s, and what gradient s gets from them; everything else is here:
 where the gradient goes, that a step which failed changes nothing, what the structure costs and which masks it proposes.
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.costs import CostTable
-from slimstart.structure import Budget, Flops, sample
-from slimstart.structure.adam import Adam, AdamState
-from slimstart.structure.cutting import cut, most_probable
+from slimstart.policies import Budget, Flops, sample
+from slimstart.policies.adam import Adam, AdamState
+from slimstart.policies.cutting import cut, most_probable
 
 
 class Gates(nn.Module, ABC):

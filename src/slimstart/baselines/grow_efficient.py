@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from slimstart.baselines.gates import Gates, straight_through
 from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
-from slimstart.structure import Budget, uniform_start
-from slimstart.structure.cutting import most_probable
+from slimstart.policies import Budget, uniform_start
+from slimstart.policies.cutting import most_probable
 
 # SGD for s as for the weights, without decay, and the last beta: as in Continuous Sparsification, by the same authors,
 # whose relaxation this is.

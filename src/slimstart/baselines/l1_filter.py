@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimstart.baselines.pruning import Trained, filter_norms
 from slimstart.baselines.shares import group_sizes, keep_best, keep_share, largest_within
-from slimstart.subnet import MaskedNetwork
+from slimstart.narrow import MaskedNetwork
 
 FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1, 0.0)
 """Of a group, at which its curve is measured; in between it is taken as straight. 0: one unit is left."""

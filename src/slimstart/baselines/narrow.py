@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from slimstart.baselines.shares import group_sizes, largest_within
 from slimstart.graph import ChannelGraph, trace
-from slimstart.structure import BoundBudget, Budget, EqualWorth, Flops
-from slimstart.structure.equal_worth import ALIGN
-from slimstart.structure.fitting import steps
-from slimstart.structure.ranking import places
-from slimstart.subnet import compact_fresh
+from slimstart.narrow import compact_fresh
+from slimstart.policies import BoundBudget, Budget, EqualWorth, Flops
+from slimstart.policies.equal_worth import ALIGN
+from slimstart.policies.fitting import steps
+from slimstart.policies.ranking import places
 
 FRONT_HEAVY = (2.0, 0.5)  # times the common share, of the first group and of the last
 

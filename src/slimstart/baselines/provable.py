@@ -35,7 +35,7 @@ from slimstart.baselines.pruning import Trained, filter_norms
 from slimstart.baselines.shares import keep_best, keep_share, largest_within
 from slimstart.graph import ChannelGraph
 from slimstart.graph.readers import Reader
-from slimstart.structure.cutting import cut
+from slimstart.policies.cutting import cut
 
 FAILURE = 1e-16
 CONSTANT = 18.0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from slimstart.graph import ChannelGraph
-from slimstart.structure import BoundBudget
+from slimstart.policies import BoundBudget
 
 PROTOCOLS = ("original", "uniform")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from slimstart.baselines.shares import group_sizes, keep_best, largest_within
 from slimstart.graph import ChannelGraph
-from slimstart.structure import Budget
-from slimstart.subnet import compact_fresh
+from slimstart.narrow import compact_fresh
+from slimstart.policies import Budget
 
 
 def random_mask(graph: ChannelGraph, budget: Budget, generator: torch.Generator) -> Tensor:

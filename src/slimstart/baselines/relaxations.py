@@ -13,7 +13,7 @@ from slimstart.baselines.sampled_gates import BernoulliGates, GumbelGates, HardC
 from slimstart.baselines.thresholded_gates import SigmoidGates, SoftThresholdGates
 from slimstart.errors import ConfigError, TraceError
 from slimstart.graph import ChannelGraph
-from slimstart.structure import Budget
+from slimstart.policies import Budget
 
 _GATES: dict[str, type[SampledGates] | type[SigmoidGates] | type[SoftThresholdGates] | type[GrowEfficientGates]] = {
     "ste": BernoulliGates,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from slimstart.graph import ChannelGraph
-from slimstart.structure import BoundBudget
-from slimstart.structure.ranking import places
+from slimstart.policies import BoundBudget
+from slimstart.policies.ranking import places
 
 
 def keep_best(scores: Tensor, widths: Tensor, graph: ChannelGraph) -> Tensor:

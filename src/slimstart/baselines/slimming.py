@@ -14,7 +14,7 @@ from slimstart.baselines.pruning import Trained, batch_norms
 from slimstart.baselines.shares import keep_share
 from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph
-from slimstart.structure import cut
+from slimstart.policies import cut
 
 
 def choose(trained: Trained) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from slimstart.baselines.pruning import Trained, batch_norms, filter_norms, filter_rows
 from slimstart.baselines.shares import keep_share
 from slimstart.graph import ChannelGraph
-from slimstart.structure import BoundBudget
+from slimstart.policies import BoundBudget
 
 ALMOST_ZERO = 1e-6
 

@@ -28,9 +28,9 @@ from slimstart.baselines.pruning import Trained, filter_norms
 from slimstart.baselines.shares import group_sizes, keep_best, keep_share, largest_within
 from slimstart.graph import ChannelGraph, ChannelGroup
 from slimstart.graph.readers import Reader
-from slimstart.structure import BoundBudget
-from slimstart.structure.cutting import cut
-from slimstart.subnet.compact import masked
+from slimstart.narrow.compact import masked
+from slimstart.policies import BoundBudget
+from slimstart.policies.cutting import cut
 
 NUM_SAMPLES = 2560  # ten per image of a batch of 256
 # Directions in which contributions are this much weaker than in the strongest are noise: of a Gram matrix, its square.

@@ -26,8 +26,8 @@ from slimstart.baselines.pruning import filter_weights
 from slimstart.costs import CostTable
 from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
-from slimstart.structure import BoundBudget, Budget
-from slimstart.structure.tables import Tables
+from slimstart.policies import BoundBudget, Budget
+from slimstart.policies.tables import Tables
 
 # Ours: how far the first scores of `SigmoidGates` are apart within a group. Small against what they learn: a few steps.
 SPREAD = 0.05

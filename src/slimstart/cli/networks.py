@@ -99,8 +99,8 @@ def inspect(
 
     from slimstart.baselines import uniform_mask
     from slimstart.graph import COUPLINGS, trace
+    from slimstart.policies import Channels, Flops, Params
     from slimstart.recipes.recipe import make_model, parse_budget
-    from slimstart.structure import Channels, Flops, Params
 
     if coupling not in COUPLINGS:
         raise ConfigError(f"`coupling` is {coupling!r}; it must be one of {', '.join(COUPLINGS)}")

@@ -22,17 +22,17 @@ from slimstart.accounting import flops
 from slimstart.accounting.timing import Turn, compare, spread, take_turns
 from slimstart.baselines import narrow_to
 from slimstart.bench_records import Bench, Row
-from slimstart.engine.search import LOOK_EVERY
 from slimstart.errors import BudgetError, ConfigError
 from slimstart.graph import trace
+from slimstart.narrow import compact
+from slimstart.narrow.streams import StreamPort
 from slimstart.recipes import surroundings
 from slimstart.recipes.bench_contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
 from slimstart.recipes.bench_settings import Settings
 from slimstart.recipes.bench_structure import decided, executed_flops, saved_policy, to_the_middle, typical_mask
 from slimstart.recipes.method import alignment
 from slimstart.recipes.recipe import make_model, parse_budget
-from slimstart.subnet import compact
-from slimstart.subnet.streams import StreamPort
+from slimstart.steps.search import LOOK_EVERY
 from slimstart.training import SparseTraining
 
 SHORT_WINDOW = 20  # steps of ours in a turn, where every step draws

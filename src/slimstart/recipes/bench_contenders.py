@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from slimstart.accounting.timing import Step, Stopwatch
-from slimstart.engine import PlainTraining
 from slimstart.recipes.evaluation import logits_of
 from slimstart.recipes.methods import Batch
 from slimstart.recipes.parts import plain_step, search_step
+from slimstart.steps import PlainTraining
 from slimstart.training import SparseTraining
 
 logger = logging.getLogger(__name__)

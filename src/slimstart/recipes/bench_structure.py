@@ -12,9 +12,9 @@ from torch import Tensor
 
 from slimstart import checkpoints
 from slimstart.errors import CheckpointError, ConfigError
+from slimstart.policies import Flops, Policy
 from slimstart.recipes.recording import structure_of
 from slimstart.recipes.runs import Run
-from slimstart.structure import Flops, Policy
 from slimstart.training import SparseTraining
 
 HALF = 0.5

@@ -26,6 +26,7 @@ import torch
 from slimstart import records
 from slimstart.baselines import OWN_PROTOCOLS, PRUNERS, RELAXATIONS
 from slimstart.errors import BudgetError, ConfigError, NonFiniteLossError, TraceError
+from slimstart.policies import POLICIES
 from slimstart.recipes import surroundings
 from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import METHODS, Recipe, merged, parse_budget
@@ -33,7 +34,6 @@ from slimstart.recipes.runs import Run
 from slimstart.recipes.surroundings import Place
 from slimstart.recipes.watching import Watcher
 from slimstart.records import Record
-from slimstart.structure import POLICIES
 
 SEARCHING = ("slimstart", "grow-efficient")
 FINETUNE_SHARE = 40 / 340

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from slimstart.accounting.flops import evaluating
 from slimstart.data import ImageData
-from slimstart.engine.depthwise import AllWidths
 from slimstart.ranks import ALONE, Ranks
+from slimstart.steps.depthwise import AllWidths
 
 
 def logits_of(network: nn.Module, images: Tensor, precision: str) -> Tensor:

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from slimstart.accounting import flops
 from slimstart.accounting.train_cost import Ledger, first_layers, formula_flops
-from slimstart.engine import PlainTraining
-from slimstart.engine.wrapping import Wrap
 from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph
 from slimstart.recipes.method import Batch, Loss, sgd
 from slimstart.recipes.recipe import Recipe
+from slimstart.steps import PlainTraining
+from slimstart.steps.wrapping import Wrap
 
 
 class Stage:

@@ -12,12 +12,12 @@ from torch import nn
 from slimstart.accounting.timing import Step, Stopwatch, compare
 from slimstart.baselines import RELAXATIONS, narrow_to
 from slimstart.devices import device_of
-from slimstart.engine import PlainTraining
 from slimstart.errors import BudgetError
 from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
 from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
 from slimstart.recipes.task import Task
+from slimstart.steps import PlainTraining
 
 logger = logging.getLogger(__name__)
 WARM_UP = 3  # steps, in which graphs are captured and room is made

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from slimstart.baselines import PRUNERS, front_heavy, narrow, random_structure, start_mask
 from slimstart.baselines.relaxations import RELAXATIONS
-from slimstart.engine.wrapping import Wrap
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
+from slimstart.narrow import compact, compact_fresh
 from slimstart.recipes.fixed import Fixed
 from slimstart.recipes.method import Batch, Loss, Method, alignment, sgd
 from slimstart.recipes.pruned import Pruned
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.relaxed import Relaxed
 from slimstart.recipes.search import Search
-from slimstart.subnet import compact, compact_fresh
+from slimstart.steps.wrapping import Wrap
 
 __all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "alignment", "make_method", "sgd"]
 

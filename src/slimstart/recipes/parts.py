@@ -7,8 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from slimstart.accounting.timing import Stopwatch
-from slimstart.engine import LossFunction
 from slimstart.recipes.methods import Batch
+from slimstart.steps import LossFunction
 from slimstart.training import SparseTraining
 
 

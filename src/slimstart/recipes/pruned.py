@@ -22,11 +22,11 @@ from slimstart.baselines import PRUNERS, ROUNDS, slimming, soft_filter
 from slimstart.baselines.pruning import Trained, even_rounds
 from slimstart.errors import CheckpointError
 from slimstart.graph import trace
+from slimstart.narrow import compact, recalibrate
+from slimstart.policies import BoundBudget
 from slimstart.recipes.fixed import Stage, Staged
 from slimstart.recipes.method import Batch, Loss
 from slimstart.recipes.recipe import Recipe
-from slimstart.structure import BoundBudget
-from slimstart.subnet import compact, recalibrate
 
 
 class Pruned(Staged):

@@ -21,7 +21,7 @@ from slimstart.errors import ConfigError
 if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its fields are looked at for `--help`
     from torch import nn
 
-    from slimstart.structure import Budget
+    from slimstart.policies import Budget
 
 METHODS = (
     *("slimstart", "dense", "narrow", "random"),
@@ -157,7 +157,7 @@ class Recipe:
 
 def parse_budget(text: str) -> Budget:
     """`channels=0.4`, `params=0.05` or `flops=0.10`."""
-    from slimstart.structure import Channels, Flops, Params
+    from slimstart.policies import Channels, Flops, Params
 
     kind, _, number = text.partition("=")
     try:
@@ -174,8 +174,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     from slimstart import data, models
     from slimstart.baselines import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
     from slimstart.graph import COUPLINGS
+    from slimstart.policies import ESTIMATORS, POLICIES, SAMPLINGS
     from slimstart.recipes.schedules import parse_schedule
-    from slimstart.structure import ESTIMATORS, POLICIES, SAMPLINGS
 
     choices: dict[str, tuple[str | None, ...]] = {
         "data": data.NAMES,

@@ -19,11 +19,11 @@ from slimstart.baselines.relaxations import make_gates
 from slimstart.errors import CheckpointError
 from slimstart.finishing import least_loss
 from slimstart.graph import trace
+from slimstart.narrow import compact, recalibrate
+from slimstart.narrow.gating import Gated, fold_, verify_gating
 from slimstart.recipes.fixed import Stage, Staged
 from slimstart.recipes.method import Batch, Loss
 from slimstart.recipes.recipe import Recipe
-from slimstart.subnet import compact, recalibrate
-from slimstart.subnet.gating import Gated, fold_, verify_gating
 
 NUM_BATCHES = 4  # by which a mask is chosen
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from slimstart.accounting import counting
 from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers, formula_flops
 from slimstart.devices import device_of
-from slimstart.engine.wrapping import Wrap
 from slimstart.errors import CheckpointError
+from slimstart.policies import Flops
+from slimstart.policies.naming import steps_to_give
 from slimstart.recipes.method import Batch, Loss, sgd
 from slimstart.recipes.recipe import Recipe
-from slimstart.structure import Flops
-from slimstart.structure.naming import steps_to_give
+from slimstart.steps.wrapping import Wrap
 from slimstart.training import SparseTraining
 
 

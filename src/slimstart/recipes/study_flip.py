@@ -1,7 +1,7 @@
 """E[L^2], V and V_max along a training: whether sampled networks are alike, and one unit more or less changes little.
 
 These are Properties 1 and 2 in the appendix of the paper, on which the bound on the variance of VR-PGE rests
-(`slimstart.structure.dispersion` has the formulas). L is the loss on one training batch; all three are means over
+(`slimstart.policies.dispersion` has the formulas). L is the loss on one training batch; all three are means over
 batches, each with masks of its own.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from slimstart.policies import sample
+from slimstart.policies.dispersion import flip_dispersion, largest, mean_and_error, pair_dispersion
 from slimstart.recipes.methods import Batch, Method
 from slimstart.recipes.program import Program
 from slimstart.recipes.study_losses import MaskedLosses, search_in, training_batches
 from slimstart.recipes.study_settings import FlipSettings
 from slimstart.recipes.watching import Status, Watcher
 from slimstart.records import Epoch
-from slimstart.structure import sample
-from slimstart.structure.dispersion import flip_dispersion, largest, mean_and_error, pair_dispersion
 from slimstart.study_records import FlipRow
 
 logger = logging.getLogger(__name__)

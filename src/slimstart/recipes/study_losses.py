@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from slimstart.devices import cuda_devices
-from slimstart.engine.capture import Graphed
 from slimstart.errors import ConfigError, NonFiniteLossError
+from slimstart.narrow.masking import MaskedNetwork
+from slimstart.policies import BernoulliUnits
 from slimstart.recipes.methods import Batch, Method, Search
 from slimstart.recipes.program import Program
-from slimstart.structure import BernoulliUnits
-from slimstart.subnet.masking import MaskedNetwork
+from slimstart.steps.capture import Graphed
 
 
 def training_batches(program: Program, num_batches: int, seed: int = 0) -> Iterator[Batch]:

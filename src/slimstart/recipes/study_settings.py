@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slimstart.errors import ConfigError
-from slimstart.structure import ESTIMATORS
+from slimstart.policies import ESTIMATORS
 
 PLAIN = "_plain"
 """Behind the name of an estimator: without the preconditioner, alpha = 0."""

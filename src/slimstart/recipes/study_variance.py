@@ -14,11 +14,11 @@ from torch import Tensor
 
 from slimstart.errors import ConfigError
 from slimstart.graph import ChannelGraph
+from slimstart.policies import get_estimator, sample
+from slimstart.policies.dispersion import jackknife_error, leave_one_out_variances, total_variance
 from slimstart.recipes.methods import Batch, Method
 from slimstart.recipes.study_losses import MaskedLosses, search_in
 from slimstart.recipes.study_settings import PLAIN, VarianceSettings
-from slimstart.structure import get_estimator, sample
-from slimstart.structure.dispersion import jackknife_error, leave_one_out_variances, total_variance
 from slimstart.study_records import VarianceRow
 
 RARE = 10  # masks

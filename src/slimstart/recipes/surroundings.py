@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from slimstart import data
-from slimstart.engine.choice import ENGINES
 from slimstart.errors import ConfigError
 from slimstart.recipes.recipe import Recipe
+from slimstart.steps.choice import ENGINES
 from slimstart.version import __version__
 
 BATCH_NORMS = ("synchronised", "per-rank")

@@ -1,0 +1,161 @@
+"""Budgets: how much of the dense network may stay, counted in filters, parameters or FLOPs.
+
+A budget is a fraction and knows no network; `bind` it to a cost table, and it can say what a mask costs, what
+keep-probabilities cost in expectation, and what the limit is.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimstart.costs import CostTable
+from slimstart.errors import BudgetError
+from slimstart.policies.expectation import ExpectedCost
+from slimstart.policies.tables import Tables
+
+
+class BoundBudget(Tables, ABC):
+    """A budget over one network's cost table: limit, cost of a mask, expected cost of keep-probabilities.
+
+    It is made on the CPU; `to` gives one for another device, where `expected` asks for no value and a CUDA graph can
+    hold it.
+
+    Attributes:
+        dense: cost of the whole network.
+        minimum: cost of the empty draw, of which the at-least-one rule leaves the first unit of every group.
+        limit: fraction * dense.
+        num_units: U.
+    """
+
+    num_units: int
+    dense: int
+    minimum: int
+    limit: float
+
+    @abstractmethod
+    def cost(self, mask: Tensor) -> int:
+        """What a mask costs, exactly, after the at-least-one rule.
+
+        Args:
+            mask: bool tensor of shape (U,); raw draws are welcome.
+        """
+
+    @abstractmethod
+    def expected(self, s: Tensor) -> Tensor:
+        """The cost that the budget limits, at keep-probabilities s of shape (..., U).
+
+        Returns:
+            float64 of shape (...), on the budget's device, differentiable.
+        """
+
+    def gradient(self, s: Tensor) -> Tensor:
+        """The gradient of `expected` at s; both of shape (U,)."""
+        point = s.detach().double().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(self.expected(point), point)
+        return gradient
+
+    def _set_limit(self, budget: Budget, num_units: int, what: str) -> None:
+        self.num_units = num_units
+        self.dense = self.cost(torch.ones(num_units, dtype=torch.bool))
+        self.minimum = self.cost(torch.zeros(num_units, dtype=torch.bool))
+        self.limit = budget.fraction * self.dense
+        if self.limit < self.minimum:
+            # Rounded up, so that the number in the message works when typed.
+            least = min(math.ceil(self.minimum / self.dense * 10_000) / 10_000, 1.0)
+            raise BudgetError(
+                f"`{type(budget).__name__}({budget.fraction:g})` allows {self.limit:.6g} of {self.dense} {what}, but "
+                f"one unit per group already costs {self.minimum}; feasible from {least:g} to 1"
+            )
+
+    def _check(self, name: str, tensor: Tensor, shape: torch.Size) -> None:
+        if shape != (self.num_units,):
+            raise ValueError(
+                f"`{name}` has shape {tuple(tensor.shape)}; it needs one entry per unit, ({self.num_units},)"
+            )
+
+
+class BoundChannels(BoundBudget):
+    r"""`Channels` over a cost table: the linear constraint :math:`\sum_u f_u s_u \le K` of the paper.
+
+    `expected` is that sum as it stands, without the at-least-one rule's own filter in a group that comes out empty, so
+    that the projection stays the exact Euclidean one; `cost` of a mask counts what is really there.
+    """
+
+    def __init__(self, budget: Budget, table: CostTable) -> None:
+        self._table = table
+        self.filters = table.unit_filters.cpu().double()
+        self._set_limit(budget, table.num_units, "filters")
+
+    def cost(self, mask: Tensor) -> int:
+        self._check("mask", mask, mask.shape)
+        kept = self._table.at_least_one(mask.bool().to(self._table.unit_group.device))
+        return int(self._table.unit_filters[kept].sum())
+
+    def expected(self, s: Tensor) -> Tensor:
+        self._check("s", s, s.shape[-1:])
+        return (self.filters * s.to(self.device, torch.float64)).sum(-1)
+
+
+class BoundPolynomial(BoundBudget):
+    """`Params` or `Flops` over a cost table: the exact expectation over independent draws and the at-least-one rule."""
+
+    def __init__(self, budget: Budget, cost: ExpectedCost, what: str) -> None:
+        self._cost = cost
+        self._set_limit(budget, cost.num_units, what)
+
+    def cost(self, mask: Tensor) -> int:
+        self._check("mask", mask, mask.shape)
+        return self._cost.of_mask(mask.bool().to(self.device))
+
+    def expected(self, s: Tensor) -> Tensor:
+        self._check("s", s, s.shape[-1:])
+        return self._cost.mean(s.to(self.device, torch.float64))
+
+
+@dataclass(frozen=True)
+class Budget(ABC):
+    """A fraction of the dense network's cost, 0 < fraction <= 1."""
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise BudgetError(f"`fraction` of `{type(self).__name__}` is {self.fraction}; it must be in (0, 1]")
+
+    @abstractmethod
+    def bind(self, table: CostTable) -> BoundBudget:
+        """This budget for one network.
+
+        Raises:
+            BudgetError: even the narrowest sub-network costs more; the message gives the feasible range.
+        """
+
+
+@dataclass(frozen=True)
+class Channels(Budget):
+    """At most this fraction of all filters: the paper's budget, K = fraction * number of filters."""
+
+    def bind(self, table: CostTable) -> BoundChannels:
+        return BoundChannels(self, table)
+
+
+@dataclass(frozen=True)
+class Params(Budget):
+    """At most this fraction of the dense network's parameters, in expectation during the search."""
+
+    def bind(self, table: CostTable) -> BoundPolynomial:
+        return BoundPolynomial(self, ExpectedCost(table, table.params), "parameters")
+
+
+@dataclass(frozen=True)
+class Flops(Budget):
+    """At most this fraction of the dense network's FLOPs (one multiply-add = 1), in expectation during the search."""
+
+    def bind(self, table: CostTable) -> BoundPolynomial:
+        return BoundPolynomial(self, ExpectedCost(table, table.flops), "multiply-adds")

@@ -1,0 +1,153 @@
+r"""Estimators of the structure gradient: losses of sampled masks in, a gradient of s out.
+
+The objective is :math:`\Phi(s) = \mathbb{E}_{p(m|s)} L(m)`. With masks :math:`m_k \sim p(m|s)`, their losses
+:math:`L_k = L(m_k)` **on one batch** and their scores :math:`h_k = H^\alpha(s) (m_k - s) / (s (1 - s))`, every
+estimator here has the expectation :math:`H^\alpha(s) \nabla \Phi(s)`. They differ in variance and in the number of
+forwards they need:
+
+==================== ================================================== ==========================================
+name                 gradient                                           forwards per step
+==================== ================================================== ==========================================
+`pge`                :math:`L_1 h_1`                                    1
+`vr_pge` (paper)     :math:`(L_1 - L_2) h_1`                            2
+`vr_pge_symmetric`   :math:`(L_1 - L_2) (h_1 - h_2) / 2`                2
+`leave_one_out`      :math:`\sum_k (L_k - \bar L) h_k / (n - 1)`        n (4 by name; `leave_one_out_of(n)` else)
+==================== ================================================== ==========================================
+
+`vr_pge` has less variance than `pge` where :math:`\mathbb{E}[L]^2` is large against :math:`\mathrm{Var}(L)`, as in deep
+networks; not always. The first mask is the one that is trained; the others are references that only run forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from slimstart.policies.probabilities import score
+
+
+def pge(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
+    r"""The policy gradient estimator :math:`L_1 h_1`; alpha = 0 is the textbook one, without the preconditioner.
+
+    Args:
+        losses: shape (1,).
+        masks: the raw draw, shape (1, U).
+        s: keep-probabilities, shape (U,).
+        alpha: exponent of the preconditioner.
+    """
+    _check("pge", losses, masks, s, 1, 1)
+    return losses[0].to(s) * score(masks[0], s, alpha)
+
+
+def vr_pge(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
+    r"""The paper's variance-reduced estimator :math:`(L_1 - L_2) h_1`.
+
+    The loss of the reference mask is a baseline. It is independent of :math:`m_1`, whose score has mean zero, so the
+    baseline adds no bias. For alpha in [1/2, 1) the variance is bounded for every s in (0, 1)^U (Theorem 1).
+
+    Args:
+        losses: shape (2,): of the trained mask, and of the reference.
+        masks: the raw draws, shape (2, U).
+        s: keep-probabilities, shape (U,).
+        alpha: exponent of the preconditioner.
+    """
+    _check("vr_pge", losses, masks, s, 2, 2)
+    return (losses[0] - losses[1]).to(s) * score(masks[0], s, alpha)
+
+
+def vr_pge_symmetric(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
+    r"""Both masks' scores, :math:`(L_1 - L_2) (h_1 - h_2) / 2`: the mean of `vr_pge` and `vr_pge` with roles swapped.
+
+    Never more variance than `vr_pge`, at no further cost. `leave_one_out` with n = 2.
+
+    Args:
+        losses: shape (2,).
+        masks: the raw draws, shape (2, U).
+        s: keep-probabilities, shape (U,).
+        alpha: exponent of the preconditioner.
+    """
+    _check("vr_pge_symmetric", losses, masks, s, 2, 2)
+    h = score(masks, s, alpha)
+    return (losses[0] - losses[1]).to(s) * (h[0] - h[1]) / 2
+
+
+def leave_one_out(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
+    r"""Every mask against the mean of the others, :math:`\sum_k (L_k - \bar L) h_k / (n - 1)`.
+
+    Equal to :math:`\frac1n \sum_k (L_k - b_k) h_k` with :math:`b_k` the mean loss of the n - 1 other masks.
+
+    Args:
+        losses: shape (n,), n >= 2.
+        masks: the raw draws, shape (n, U).
+        s: keep-probabilities, shape (U,).
+        alpha: exponent of the preconditioner.
+    """
+    _check("leave_one_out", losses, masks, s, 2, None)
+    centred = (losses - losses.mean()).to(s) / (losses.numel() - 1)
+    return torch.mv(score(masks, s, alpha).mT, centred)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A gradient estimator and the number of masks it needs.
+
+    Attributes:
+        name: what errors and records call it.
+        num_masks: forwards per step; the first mask is the trained one.
+        gradient: (losses (n,), masks (n, U), s (U,), alpha) -> gradient (U,).
+        centred: whether a constant added to all scores changes nothing in expectation: losses are compared.
+        capturable: whether `gradient` does without the host, so that a CUDA graph can hold it: shapes are fixed, and no
+            value is asked for.
+    """
+
+    name: str
+    num_masks: int
+    gradient: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    centred: bool = False
+    capturable: bool = False
+
+
+def leave_one_out_of(n: int) -> Estimator:
+    """The `leave_one_out` estimator over n masks: n - 1 reference forwards per step."""
+    if n < 2:
+        raise ValueError(f"`n` is {n}; `leave_one_out` compares masks with one another and needs n >= 2")
+    return Estimator(f"leave_one_out_of({n})", n, leave_one_out, centred=True, capturable=True)
+
+
+ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
+    {
+        "pge": Estimator("pge", 1, pge, capturable=True),
+        "vr_pge": Estimator("vr_pge", 2, vr_pge, centred=True, capturable=True),
+        "vr_pge_symmetric": Estimator("vr_pge_symmetric", 2, vr_pge_symmetric, centred=True, capturable=True),
+        # Four masks: the baseline's own noise falls like 1/(n-1), and four forwards are twice those of vr_pge.
+        "leave_one_out": Estimator("leave_one_out", 4, leave_one_out, centred=True, capturable=True),
+    }
+)
+
+
+def get_estimator(estimator: str | Estimator) -> Estimator:
+    """The estimator of that name (a key of `ESTIMATORS`), or the one given."""
+    if isinstance(estimator, Estimator):
+        return estimator
+    if estimator not in ESTIMATORS:
+        names = ", ".join(repr(name) for name in ESTIMATORS)
+        raise ValueError(
+            f"`estimator` is {estimator!r}; it must be one of {names}, or an `Estimator` such as `leave_one_out_of(8)`"
+        )
+    return ESTIMATORS[estimator]
+
+
+def _check(name: str, losses: Tensor, masks: Tensor, s: Tensor, fewest: int, most: int | None) -> None:
+    """Refuse shapes that broadcasting would accept with a wrong meaning."""
+    n = losses.numel()
+    if losses.dim() != 1 or n < fewest or (most is not None and n > most):
+        rule = f"{fewest}" if most == fewest else f"{fewest} or more"
+        raise ValueError(f"`losses` has shape {tuple(losses.shape)}; `{name}` needs one loss per mask, {rule} of them")
+    if masks.shape != torch.Size((n, s.numel())):
+        raise ValueError(
+            f"`masks` has shape {tuple(masks.shape)}; {n} losses and {s.numel()} units need {(n, s.numel())}"
+        )

@@ -1,0 +1,166 @@
+r"""The expected cost of a random mask, exactly and in closed form.
+
+The cost is the polynomial of `slimstart.costs`, the mask a draw at keep-probabilities s followed by the at-least-one
+rule. With P(e) the probability that all units of event e are dropped (`slimstart.policies.dropping`),
+:math:`\mathbb{E}[n_f] = o_f + \sum_{e \in f} w_e (1 - P(e))` and
+
+.. math:: \mathbb{E}[n_l n_r] = \mathbb{E}[n_l] \, \mathbb{E}[n_r] +
+          \sum_{e \in l, \, f \in r} w_e w_f \, (P(e \cup f) - P(e) P(f))
+
+where only *dependent* pairs contribute: events that share a unit, or of which one contains the first unit of a group
+and the other any unit of that group. All index tables are made once; an evaluation is a dozen tensor operations, on one
+s or on many, and asks for no value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimstart.costs import CostTable, Polynomial
+from slimstart.policies._ragged import Incidence, expand, group_totals, join
+from slimstart.policies.dropping import DropProbabilities, Groups
+from slimstart.policies.tables import Tables
+
+CHUNK = 64
+
+
+class ExpectedCost(Tables):
+    """One polynomial of a cost table, ready to be evaluated on masks and on keep-probabilities.
+
+    Args:
+        table: of the network.
+        polynomial: `table.flops` or `table.params`.
+    """
+
+    def __init__(self, table: CostTable, polynomial: Polynomial) -> None:
+        self.num_units = table.num_units
+        used = sorted({index for term in polynomial.terms for index in term.factors})
+        slot = {index: position for position, index in enumerate(used)}
+        # A term with one factor gets a second that is always 1, in the last place, and the constant gets two, so that
+        # all terms look alike.
+        terms = [_padded(tuple(slot[index] for index in term.factors), len(used)) for term in polynomial.terms]
+        self._terms = [*terms, (len(used), len(used))]
+        self._coefficients = [*(term.coefficient for term in polynomial.terms), polynomial.constant]
+        offsets = [*(table.factors[index].offset for index in used), 1]
+
+        # Events are numbered anew, those that are used only; `owner` says to which factor an entry belongs.
+        sizes = torch.tensor([table.factors[index].events.numel() for index in used], dtype=torch.int64)
+        owner = torch.repeat_interleave(torch.arange(len(used)), sizes)
+        empty = torch.zeros(0, dtype=torch.int64)
+        events = torch.cat([empty, *(table.factors[index].events.cpu() for index in used)])
+        weights = torch.cat([empty, *(table.factors[index].weights.cpu() for index in used)])
+        kept_events, events = torch.unique(events, return_inverse=True)
+        sets = Incidence.from_padded(table.events.cpu()[kept_events], self.num_units)
+        groups = Groups(table.unit_group.cpu())
+
+        pairs = _DependentPairs(sets, groups)
+        for coefficient, (left, right) in zip(self._coefficients, self._terms, strict=True):
+            pairs.add(coefficient, *((events[owner == side], weights[owner == side]) for side in (left, right)))
+        first, second, pair_weights = pairs.totals()
+        self._dropped = DropProbabilities(sets.with_unions(first, second), groups)
+        position = self._dropped.position
+        self._counts = _Counts(owner, position[events], weights, offsets, self._dropped)
+        self._pairs = torch.cat([position[sets.num_sets :], position[first], position[second]])
+        self._pair_weights = pair_weights.double()
+        self._both = torch.tensor(self._terms, dtype=torch.int64).T.reshape(-1)
+        self._float_coefficients = torch.tensor(self._coefficients, dtype=torch.float64)
+
+    def mean(self, s: Tensor) -> Tensor:
+        """The expected cost at float64 keep-probabilities of shape (..., U), of shape (...), with a gradient."""
+        dropped = self._dropped(s)
+        left, right = self._counts(dropped).index_select(-1, self._both).chunk(2, -1)
+        value = (left * right) @ self._float_coefficients
+        if self._pair_weights.numel():
+            union, first, second = dropped.index_select(-1, self._pairs).chunk(3, -1)
+            value = value + torch.addcmul(union, first, second, value=-1) @ self._pair_weights
+        return value
+
+    def of_mask(self, mask: Tensor) -> int:
+        """The cost of one mask, exactly; the at-least-one rule is applied to it."""
+        # At s in {0, 1} every probability is exactly 0 or 1 and the counts are whole numbers. Their products may pass
+        # 2^53, where float64 skips integers, so these are Python's.
+        counts = [int(count) for count in self._counts(self._dropped(mask.double())).round().tolist()]
+        return sum(a * counts[l] * counts[r] for a, (l, r) in zip(self._coefficients, self._terms, strict=True))
+
+
+class _Counts(Tables):
+    r"""E[n_f] of every factor, as :math:`(o_f + \sum_e w_e) \cdot 1 - \sum_e w_e P(e)`.
+
+    Sums of P(e) over at most `CHUNK` events of one factor and weight, and then a small matrix. A GPU does that in three
+    kernels, and in the same order every time; adding up by index, it does not.
+    """
+
+    def __init__(self, owner: Tensor, position: Tensor, weights: Tensor, offsets: list[int], p: DropProbabilities):
+        values, code = torch.unique(weights, return_inverse=True)
+        num_values = max(values.numel(), 1)
+        keys, run, length = torch.unique(owner * num_values + code, return_inverse=True, return_counts=True)
+        order = torch.argsort(run, stable=True)
+        run = run[order]
+        rank = torch.arange(run.numel()) - (torch.cumsum(length, 0) - length)[run]
+        num_chunks = (length + CHUNK - 1) // CHUNK
+        chunk = (torch.cumsum(num_chunks, 0) - num_chunks)[run] + rank // CHUNK
+        chunk_key = torch.repeat_interleave(keys, num_chunks)
+
+        events = torch.full((chunk_key.numel() + 1, CHUNK), p.zero)
+        events[chunk, rank % CHUNK] = position[order]
+        events[-1, 0] = p.one
+        matrix = torch.zeros(chunk_key.numel() + 1, len(offsets), dtype=torch.int64)
+        matrix[torch.arange(chunk_key.numel()), chunk_key // num_values] = -values[chunk_key % num_values]
+        matrix[-1] = torch.tensor(offsets).index_add(0, owner, weights)
+        self._events, self._matrix = events.reshape(-1), matrix.double()
+
+    def __call__(self, dropped: Tensor) -> Tensor:
+        sums = dropped.index_select(-1, self._events).unflatten(-1, (-1, CHUNK)).sum(-1)
+        return torch.mv(self._matrix.mT, sums) if sums.dim() == 1 else sums @ self._matrix
+
+
+class _DependentPairs:
+    """Pairs of dependent events that terms multiply, each once, with the sum of its a_t w_e w_f."""
+
+    def __init__(self, sets: Incidence, groups: Groups) -> None:
+        self._sets, self._groups = sets, groups
+        self._keys, self._values = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+
+    def add(self, coefficient: int, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> None:
+        """One term: the events and weights of its two factors."""
+        (l_events, l_weights), (r_events, r_weights) = group_totals(*left), group_totals(*right)
+        i, j = self._dependent(l_events, r_events)
+        e, f = l_events[i], r_events[j]
+        self._keys.append(torch.minimum(e, f) * self._sets.num_sets + torch.maximum(e, f))
+        self._values.append(coefficient * l_weights[i] * r_weights[j])
+
+    def totals(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The first events, the second, and the weights of the pairs."""
+        pairs, totals = group_totals(torch.cat(self._keys), torch.cat(self._values))
+        num_sets = max(self._sets.num_sets, 1)
+        return pairs // num_sets, pairs % num_sets, totals
+
+    def _dependent(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions (i, j) of the dependent pairs among events `left[i]`, `right[j]`, each pair once."""
+        sets, groups = self._sets, self._groups
+        l_event, l_row = expand(sets.starts[left], sets.lengths[left])
+        r_event, r_row = expand(sets.starts[right], sets.lengths[right])
+        l_unit, r_unit = sets.member[l_row], sets.member[r_row]
+        l_group, r_group = groups.of_unit[l_unit], groups.of_unit[r_unit]
+        l_first, r_first = groups.is_first[l_unit], groups.is_first[r_unit]
+        touched = torch.zeros(groups.size.numel(), dtype=torch.bool)
+        touched[l_group] = True
+        if not bool(touched[r_group].any()):  # as in most terms, and much quicker to say
+            return left[:0], right[:0]
+        pairs = []
+        for l_keep, r_keep, l_key, r_key in (
+            (slice(None), slice(None), l_unit, r_unit),  # a shared unit
+            (l_first, slice(None), l_group, r_group),  # a group's first unit on the left, any of it on the right
+            (slice(None), r_first, l_group, r_group),  # and the other way round
+        ):
+            i, j = join(l_key[l_keep], r_key[r_keep])
+            pairs.append(l_event[l_keep][i] * right.numel() + r_event[r_keep][j])
+        unique = torch.unique(torch.cat(pairs))
+        return unique // max(right.numel(), 1), unique % max(right.numel(), 1)
+
+
+def _padded(factors: tuple[int, ...], one: int) -> tuple[int, int]:
+    if len(factors) not in (1, 2):
+        raise ValueError(f"a term of the cost table multiplies {len(factors)} factors; it must be one or two")
+    return factors[0], factors[1] if len(factors) == 2 else one
