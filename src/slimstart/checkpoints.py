@@ -5,21 +5,26 @@ A file is what `torch.save` writes, with a checksum of it behind the end, which 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from slimstart import atomic
 from slimstart.errors import CheckpointError
+from slimstart.narrow import Capacity, Change, Key, Networks, Store
+from slimstart.narrow.model_state import ModelState
 
-FORMAT = "slimstart.training/1"
-_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "pending", "policy"}
-_KEYS |= {"model", "optimizer", "random"}
-
+FORMAT = "slimstart.training/2"
+_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "capacity", "pending"}
+_KEYS |= {"policy", "model", "optimizers", "random"}
 
 _SEAL = b"\nslimstart blake2b "
 _DIGEST_SIZE = 32
@@ -96,44 +101,166 @@ def _check_seal(file: BinaryIO) -> None:
         raise ValueError("its checksum is wrong: it is truncated, altered, or no checkpoint of slimstart")
 
 
-def check(state: Any, own: Mapping[str, Any], parameter_shapes: Sequence[torch.Size]) -> None:
-    """Refuse a state dict that is not of a training.
+@dataclass(frozen=True)
+class Saved:
+    """A state dict that was checked, with tensors of its own."""
 
-    Args:
-        own: of the state dict that this training has itself, what must agree with it; of tensors the shapes count.
-        parameter_shapes: dense shapes of the optimizer's parameters, in their order.
+    num_steps: int
+    held_steps: int
+    settled: bool
+    masks: Tensor
+    pending: Tensor | None
+    capacity: Capacity | None
+    policy: dict[str, Any]
+    store: Store
+    others: dict[str, Tensor]  # of the model, what cannot shrink
+    optimizers: list[dict[str, Any]]
+    random: Tensor
+
+
+def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
+    """The state dict that an optimizer would have with all channels; a copy. The store must be up to date."""
+    found = copy.deepcopy(optimizer.state_dict())
+    for index, parameter in enumerate(_parameters(optimizer)):
+        name = networks.name_of(parameter)
+        for key, value in found["state"].get(index, {}).items() if name is not None else ():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                found["state"][index][key] = networks.store[Key(name, key)].clone()
+    return found
+
+
+def fits(state: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Whether optimizer state belongs to a parameter of this shape."""
+    return all(v.shape == parameter.shape for v in state.values() if isinstance(v, Tensor) and v.dim() > 0)
+
+
+def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], model_state: ModelState) -> Saved:
+    """Read a state dict of a training.
+
+    Raises:
+        CheckpointError: it is not one, or not of this network and these optimizers.
     """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        raise CheckpointError(f"this is not a state dict of SparseTraining (no 'format': {FORMAT!r})")
+        seen = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(f"this is no state dict of SparseTraining: 'format' is {seen!r}, and must be {FORMAT!r}")
     if missing := sorted(_KEYS - state.keys()):
         raise CheckpointError(f"the state dict lacks {', '.join(missing)}; it is incomplete")
     if unknown := sorted(map(str, state.keys() - _KEYS)):
         raise CheckpointError(f"the state dict has {', '.join(unknown)} too; it was written by another version")
-    for key in ("coupling", "structure"):
-        if state[key] != own[key]:
+    graph = networks.graph
+    for key, own in (("coupling", graph.coupling), ("structure", graph.digest)):
+        if state[key] != own:
             raise CheckpointError(
-                f"the state dict has {key}={state[key]!r}, this training {own[key]!r}: other network, policy or `keep`"
+                f"the state dict has {key}={state[key]!r}, this training {own!r}: other network, policy or `keep`"
             )
-    if _shapes(state["model"]) != _shapes(own["model"]):
+    for key, kind in (
+        ("num_steps", int),
+        ("held_steps", int),
+        ("settled", bool),
+        ("policy", Mapping),
+        ("model", Mapping),
+    ):
+        if not isinstance(state[key], kind):
+            raise CheckpointError(f"the state dict has {key}={state[key]!r}, which is no {kind.__name__}")
+    dense = {name: networks.store[Key(name)] for name in graph.tensors}
+    own_tensors = networks.model.state_dict()
+    names = model_state.names
+    wanted = {key: dense[names[key]].shape if key in names else tensor.shape for key, tensor in own_tensors.items()}
+    if _shapes(state["model"]) != wanted:
         raise CheckpointError("the state dict's model has other tensors or shapes than this one")
-    for masks in (state["masks"], *([] if state["pending"] is None else [state["pending"]])):
-        if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape[1:] != own["masks"].shape[1:]:
-            raise CheckpointError("the state dict's masks do not fit the network")
-    room = state["room"]
-    if not isinstance(room, Mapping) or (room and own["room"] and _shapes(room) != _shapes(own["room"])):
-        raise CheckpointError("the state dict's room for units does not fit the network")
-    optimizer = state["optimizer"]
-    if missing := sorted({"state", "param_groups"} - optimizer.keys()):
-        raise CheckpointError(f"the state dict's optimizer lacks {', '.join(missing)}; it is incomplete")
-    if _groups(optimizer) != _groups(own["optimizer"]):
-        raise CheckpointError("the state dict's optimizer is of another kind, or has other parameter groups")
-    for index, entries in optimizer["state"].items():
-        for key, value in entries.items():
-            if getattr(value, "ndim", 0) > 0 and value.shape != parameter_shapes[index]:
-                raise CheckpointError(
-                    f"the state dict's optimizer has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(parameter_shapes[index])}"
-                )
+    for what, masks in (("masks", state["masks"]), ("pending", state["pending"])):
+        if masks is None and what == "pending":
+            continue
+        fine = isinstance(masks, Tensor) and masks.dtype == torch.bool and masks.dim() == 2 and len(masks) > 0
+        if not fine or masks.shape[1] != graph.num_units:
+            raise CheckpointError(f"the state dict's {what} do not fit the network")
+    random = state["random"]
+    torch.Generator().set_state(random.cpu())  # raises where it is no state of a generator
+    store = Store(
+        {
+            name: value.to("cpu" if networks.store.host else dense[name].device, dense[name].dtype, copy=True)
+            for name, value in model_state.canonical(state["model"]).items()
+        },
+        networks.store.host,
+    )
+    others = {key: value.clone() for key, value in state["model"].items() if key not in names}
+    return Saved(
+        state["num_steps"],
+        state["held_steps"],
+        state["settled"],
+        state["masks"].clone(),
+        None if state["pending"] is None else state["pending"].clone(),
+        _capacity(state["capacity"], networks),
+        copy.deepcopy(dict(state["policy"])),
+        store,
+        others,
+        _checked_optimizers(state["optimizers"], optimizers, networks),
+        random.cpu().clone(),
+    )
+
+
+def _capacity(saved: Any, networks: Networks) -> Capacity | None:
+    if saved is None or not networks.can_pad:  # of a training without padding, or for one
+        return None
+    found = Capacity(saved["units"].clone(), saved["streams"].clone())
+    groups, events = len(networks.graph.groups), len(networks.graph.costs.events)
+    if found.units.shape != (groups,) or found.streams.shape != (events,) or found.streams.dtype != torch.bool:
+        raise CheckpointError("the state dict's capacity does not fit the network")
+    return found
+
+
+def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: Networks) -> list[dict[str, Any]]:
+    if not isinstance(saved, list) or len(saved) != len(optimizers):
+        raise CheckpointError(f"the state dict does not have the state of {len(optimizers)} optimizer(s)")
+    for one, optimizer in zip(saved, optimizers, strict=True):
+        if missing := sorted({"state", "param_groups"} - one.keys()):
+            raise CheckpointError(f"the state dict's optimizer lacks {', '.join(missing)}; it is incomplete")
+        if _groups(one) != _groups({"param_groups": optimizer.param_groups}):
+            raise CheckpointError("the state dict's optimizer is of another kind, or has other parameter groups")
+        parameters = _parameters(optimizer)
+        for index, entries in one["state"].items():
+            name = networks.name_of(parameters[index])
+            shape = parameters[index].shape if name is None else networks.store[Key(name)].shape
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
+                    raise CheckpointError(
+                        f"the state dict's optimizer has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
+                        f"{tuple(shape)}"
+                    )
+    return [copy.deepcopy(dict(one)) for one in saved]
+
+
+@torch.no_grad()
+def prepare(change: Change, saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -> None:
+    """Add to a change what cannot shrink, and the optimizers' groups and state."""
+    own = networks.model.state_dict(keep_vars=True)
+    for key, value in saved.others.items():
+        if own[key].dtype == value.dtype or own[key].is_floating_point() == value.is_floating_point():
+            change.copy(own[key], value.to(own[key].device, own[key].dtype))
+        else:
+            raise CheckpointError(f"the state dict has {key} in {value.dtype}, the model in {own[key].dtype}")
+    selection = networks.selection_of(saved.masks, saved.capacity)
+    for optimizer, one in zip(optimizers, saved.optimizers, strict=True):
+        for group, values in zip(optimizer.param_groups, one["param_groups"], strict=True):
+            for key, value in values.items():
+                if key != "params":
+                    change.put(group, key, value)
+        state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        for index, entries in one["state"].items():
+            parameter = _parameters(optimizer)[index]
+            name = networks.name_of(parameter)
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    value = value.to(parameter.device)
+                    if name is not None:
+                        saved.store[Key(name, key)] = value.cpu() if saved.store.host else value
+                        value = saved.store.read(Key(name, key), selection, parameter.device)
+                state[parameter][key] = value
+        change.set(optimizer, "state", state)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slimstart import atomic
 from slimstart.errors import CheckpointError
 from slimstart.narrow.compact import RECORD, Record, tensor_names, tensor_places
-from slimstart.narrow.streams import BUFFERS, Side, StreamPort, open_port, set_port
+from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, open_port, set_port
 
 _FORMAT = "slimstart.network/1"
 

@@ -1,20 +1,16 @@
-"""The end of a search: choose a mask by its loss, and hand out the network that belongs to it."""
+"""Batches of a user, for choosing among networks by their loss and for measuring statistics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import nn
 
 from slimstart.errors import NonFiniteLossError
-from slimstart.graph import Selection
 from slimstart.inputs import as_batch
-from slimstart.narrow import compact, recalibrate
-from slimstart.narrow.state_hooks import remove_from
 from slimstart.steps import forward_without_trace
 from slimstart.steps.eager import LossFunction
 
@@ -27,6 +23,22 @@ def first_batches(batches: Iterable[Any], most: int) -> list[tuple[Any, ...]]:
     if not seen:
         raise ValueError("`batches` is empty; give some training batches, to choose a mask and to measure statistics")
     return seen
+
+
+def as_loss(loss_fn: LossFunction | None, needed: bool = False) -> LossFunction:
+    """The user's loss function, or, to measure statistics alone, a call of the network on the first item of a batch.
+
+    Raises:
+        ValueError: losses are needed and there is no function.
+    """
+    if loss_fn is None and needed:
+        raise ValueError("`loss_fn` is None; to choose among masks by their loss on `batches`, give the loss function")
+    return forward if loss_fn is None else loss_fn
+
+
+def forward(net: nn.Module, inputs: Any, *_: Any) -> Any:
+    """Call a network on the inputs of a batch: the first item of a tuple, or a dict of keyword arguments."""
+    return net(**inputs) if isinstance(inputs, Mapping) else net(inputs)
 
 
 def least_loss(networks: Iterable[nn.Module], batches: Batches, loss_fn: LossFunction) -> int:
@@ -43,25 +55,3 @@ def least_loss(networks: Iterable[nn.Module], batches: Batches, loss_fn: LossFun
     if not math.isfinite(totals[best]):
         raise NonFiniteLossError("no mask has a finite loss on `batches`; go back to a checkpoint")
     return best
-
-
-def finished(
-    model: nn.Module,
-    selection: Selection,
-    batches: Batches | None,
-    loss_fn: LossFunction | None,
-    plain: bool,
-    device: torch.device | None = None,
-) -> nn.Module:
-    """A narrow copy of the model that stands on its own, with statistics measured on the batches if there are any.
-
-    Args:
-        device: for the copy, if not that of the model.
-    """
-    small = compact(model, selection, plain)
-    if device is not None:
-        small.to(device)
-    remove_from(small)
-    if batches is not None and loss_fn is not None:
-        recalibrate(small, batches, loss_fn)
-    return small

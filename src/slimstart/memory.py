@@ -10,7 +10,7 @@ Counted before anything is allocated, from the shapes alone, so that a model on 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,21 +59,22 @@ class Needs:
         )
 
 
-def estimate(model: nn.Module, optimizer: Optimizer, budget: Budget | None = None) -> Needs:
+def estimate(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], budget: Budget | None = None) -> Needs:
     """What a training with `full_model_device="cpu"` needs.
 
     Args:
         model: on any device, also meta.
-        optimizer: over its parameters.
+        optimizer: over its parameters, or several.
         budget: without it, narrow networks count as if they were whole.
     """
     weights = _bytes([*model.parameters(), *model.buffers()])
     state = 0
-    for group in optimizer.param_groups:
-        for dtype in {p.dtype for p in group["params"]}:
-            held = first_state(optimizer, group, torch.zeros(1, dtype=dtype)).values()
-            per_entry = sum(value.element_size() for value in held if isinstance(value, Tensor) and value.dim() > 0)
-            state += per_entry * sum(p.numel() for p in group["params"] if p.dtype == dtype)
+    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+        for group in one.param_groups:
+            for dtype in {p.dtype for p in group["params"]}:
+                held = first_state(one, group, torch.zeros(1, dtype=dtype)).values()
+                per_entry = sum(value.element_size() for value in held if isinstance(value, Tensor) and value.dim() > 0)
+                state += per_entry * sum(p.numel() for p in group["params"] if p.dtype == dtype)
     kept = 1.0 if budget is None else budget.fraction
     if isinstance(budget, Channels):
         kept *= budget.fraction  # a weight loses inputs and outputs
@@ -84,7 +85,7 @@ def estimate(model: nn.Module, optimizer: Optimizer, budget: Budget | None = Non
 
 def place(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Sequence[Optimizer],
     example_inputs: Any,
     budget: Budget | None,
     full_model_device: Any,

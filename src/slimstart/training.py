@@ -1,28 +1,29 @@
-"""SparseTraining: training that is narrow from step one, as an object in the user's own loop.
+"""SparseTraining: the user's model is the narrow network, and the user's loop stays as it is.
 
-    sparse = SparseTraining(model, optimizer, example_inputs, budget=Flops(0.10))
+    sparse = SparseTraining(model, optimizer, images[:2], budget=Flops(0.10), total_steps=steps)
     for images, labels in loader:
-        loss = sparse.step(loss_fn, images, labels)
-    small = sparse.finish(loader, loss_fn)
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()            # the structure is learned, and changed, in here
+    model = sparse.finish()
 
-`step` is a training step on narrow tensors; in the paper's Algorithm 1 with a second forward. Everything it does can
-also be done by hand with the verbs below it (`net`, `reference`, `update`, ...), for loops with a gradient scaler,
-clipping or accumulation. What is learned sits behind `slimstart.policies.Policy`; how tensors move, in
-`slimstart.narrow`.
+`sparse.step(loss_fn, images, labels)` does the same in one call, and as CUDA graphs on a GPU. What is learned is the
+business of a `slimstart.policies.Policy`; how tensors move, of `slimstart.narrow`; how a step runs, of
+`slimstart.steps`.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,254 +31,468 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from slimstart import checkpoints, memory
-from slimstart.errors import TraceError
-from slimstart.finishing import finished, first_batches, least_loss
+from slimstart.devices import device_of
+from slimstart.errors import CheckpointError, RankError, TraceError
+from slimstart.finishing import as_loss, first_batches, least_loss
 from slimstart.graph import ChannelGraph
-from slimstart.narrow import Executed, Traffic, has_learned, recalibrate, suit_, trace_verified
+from slimstart.narrow import Change, Executed, Networks, Planner, is_pretrained, recalibrate, suit_, trace_verified
 from slimstart.narrow.compact import tensor_names
-from slimstart.narrow.state_hooks import keep_dense
-from slimstart.policies import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
-from slimstart.policies.naming import COUPLING, default_window
-from slimstart.ranks import gradient_bytes, num_examples, ranks_of, reporting, running_statistics
-from slimstart.steps import (
-    Backward,
-    LossFunction,
-    assemble,
-    check_finite,
-    forward_without_trace,
-    undoing_statistics,
-)
+from slimstart.narrow.followers import follower
+from slimstart.narrow.hooks import hooks_in, remove_hooks
+from slimstart.narrow.model_state import ModelState
+from slimstart.narrow.optimizer_state import held_by, unwrapped
+from slimstart.policies import Budget, DeviceLearner, GradientLearner, Learner, Policy, get_policy
+from slimstart.ranks import Ranks, gradient_bytes, num_examples, reporting, running_statistics
+from slimstart.steps import Backward, LossFunction, Steps, check_finite, forward_without_trace, undoing_statistics
+from slimstart.steps.choice import choose
+from slimstart.steps.drawing import DeviceDrawing, Draw, Drawing
+from slimstart.steps.eager import detached, loss_of
+from slimstart.steps.iterations import Iterations
 from slimstart.steps.optimizers import fuse, unfuse
 from slimstart.steps.stepping import Stepping
-from slimstart.steps.together import Together
-from slimstart.steps.watching import Watch
-from slimstart.steps.wrapping import Wrap, Wrapping
+from slimstart.steps.unit_gradients import UnitGradients
+from slimstart.steps.wrappers import (
+    allow_recompilation,
+    check_data_parallel,
+    check_model,
+    data_parallel_around,
+    process_group,
+    rebuild,
+    unwrapped_model,
+)
 
 logger = logging.getLogger(__name__)
 
+ALIGN = 8  # of capacity in captured steps, where a policy leaves it open
 
-class SparseTraining(Stepping):
-    """Train a model narrow from the first step.
 
-    The dense `model` keeps all weights; each step runs only on `net`, a physically small network that the policy has
-    chosen, and the user's optimizer updates that one. The model's and the optimizer's own `state_dict` are
-    dense and up to date whenever they are asked for.
-
-    Args:
-        model: any module whose forward can be followed; its training and evaluation modes count in every step.
-        optimizer: over the model's parameters.
-        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
-        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
-        coupling: "filter" (the paper) or "stream"; see `slimstart.trace`. "stream" for
-            "equal_worth", which needs it; for others "filter" by default.
-        estimator: of the paper's policy, as the next three. Of the gradient of s: "vr_pge" (the paper, and the
-            default), "pge", "vr_pge_symmetric", "leave_one_out".
-        alpha: exponent of the preconditioner H; the paper's, and the default, is 1/2.
-        sampling: "bernoulli" (the paper), or "capped": a group of units that comes out much larger than expected is
-            drawn again, so that networks need less room; for estimators that compare losses, where it is the default.
-        structure_lr: Adam's learning rate for s; the paper's, and the default, is 12e-3.
-        resample_every: steps for which a sub-network is held. Of the paper's policy only the first of them updates s:
-            after it the weights have been trained for this mask, and the two losses no longer compare. By default 1;
-            for "equal_worth" such that the search takes a fifth of `total_steps`, or 50 where those are not known.
-        align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
-            with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1. For
-            "equal_worth", which pads nothing: large groups have multiples of so many units; 8 by default.
-        total_steps: of the whole training. For the paper's policy, of the search: `structure_lr` falls to 0 over them
-            along a cosine.
-        seed: of the masks of the paper's policy.
-        engine: "eager", "graphs" (CUDA graphs), or "auto": graphs where the model is on a GPU and the optimizer allows
-            it. Both give the same results.
-        max_grad_norm: `step` clips the norm of all gradients together at this.
-        scaler: `step` scales the loss with it, for float16.
-        keep: names of modules or parameters to leave whole.
-        wrap: called with the narrow network; what it returns runs in its place, as `net`: `torch.compile`, or
-            `DistributedDataParallel` (better `integrations.data_parallel`), which makes several processes train as one.
-            Called again when parameters have been exchanged. Steps run eagerly then.
-        spread_references: of several ranks, each runs its part of the references, on its own part of the batch: more
-            masks per update for the same time, such as `leave_one_out_of(1 + ranks)`.
-        full_model_device: "cpu" for a model that is larger than the device it is trained on. The dense model and its
-            optimizer state stay on the CPU, where they must be already; narrow networks are on the device of
-            `example_inputs`, and at a draw only what changes is exchanged (`traffic`).
-        policy: what learns the structure. "equal_worth": widths, from the gradients of ordinary steps
-            (`slimstart.policies.EqualWorth`). "paper": Algorithm 1. Or one of your own, called with the graph's cost
-            table alone: it has its own budget.
-        fresh: for "equal_worth", and policies of your own that watch gradients as it does: the model has just been
-            initialised, so its weights are scaled to the fan-in of the network that it starts with, as if that had been
-            initialised by itself. False for a model that has learned: by default where the optimizer has state, or a
-            batch norm has counted batches. Say it where neither tells.
+class Progress(NamedTuple):
+    """How far a training is.
 
     Attributes:
-        graph: what belongs together in the model; `graph.select(mask)` is the structure of a network.
-        policy: what learns the structure.
-        settled: whether the structure is fixed.
         num_steps: that have been taken.
-        building_seconds: in which graphs were captured, networks built anew, and steps ran eagerly before.
+        held_steps: of them, since the last draw.
+        settled: whether the structure is fixed.
+    """
+
+    num_steps: int = 0
+    held_steps: int = 0
+    settled: bool = False
+
+
+class SparseTraining(Stepping):
+    """Train a model at a budget from the first step.
+
+    From the constructor on, `model` is the narrow network: its parameters are the same objects, with fewer channels.
+    Weights that are not in the network are stored here, with their optimizer state, and come back with it. The
+    structure changes only at the end of an optimizer's step, and as a whole or not at all.
+
+    Args:
+        model: any module whose forward can be traced; also in `DistributedDataParallel` or `torch.compile`.
+        optimizer: over the model's parameters; or a list of optimizers, all of which step in an iteration.
+        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
+        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
+        total_steps: steps of the whole training, which policies plan with.
+        policy: what learns the structure: "equal_worth" (widths, from the gradients of ordinary steps), "paper"
+            (Algorithm 1), or an object with settings: `EqualWorth(...)`, `Paper(...)`, or one of your own
+            (`slimstart.policies.Policy`).
+        coupling: "filter" or "stream", see `slimstart.trace`; by default the policy's.
+        keep: names of modules or parameters that are not narrowed.
+        engine: how `step` runs: "eager", "graphs" (CUDA graphs), or "auto": graphs where the model is on a GPU and the
+            optimizer allows it. Both give the same results.
+        max_grad_norm: `step` clips the norm of all gradients together at this.
+        scaler: `step` scales the loss with it, for float16.
+        pretrained: whether the model has been trained. The weights of a new model are scaled to the fan-in of the
+            narrow network, as if that had been initialised by itself. By default a model is taken for pretrained if the
+            optimizer has state, or a batch norm has counted batches. For policies that learn from gradients.
+        full_model_device: "cpu" for a model that is larger than the device it is trained on. Dense weights and their
+            optimizer state stay on the CPU, where the model must be; the narrow network is on the device of
+            `example_inputs`.
+
+    Attributes:
+        model: the user's module, without what wraps it.
+        graph: which channels belong together; `graph.select(mask)` is the structure of a network.
+        policy: the settings of what learns the structure.
+        learner: its running state.
+        num_examples: of the last `step`, over all processes.
+        building_seconds: time that `step` has spent on graph capture, changes of structure and warm-up.
 
     Raises:
         TraceError: the forward fails on `example_inputs`, or nothing in the model can shrink.
         BudgetError: no sub-network is so small.
+        TypeError: the model, or the optimizer, is wrapped in something that cannot follow a change of shapes.
         MemoryError: with `full_model_device`, there is not enough memory; found out before any is taken.
     """
 
-    _unchanged = "weights and keep-probabilities are"
+    _unchanged = "weights and the structure are"
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         example_inputs: Any,
-        budget: Budget | None = None,
-        coupling: str | None = None,
-        estimator: str | Estimator | None = None,
-        alpha: float | None = None,
-        structure_lr: float | None = None,
-        resample_every: int | None = None,
-        align: int | None = None,
-        total_steps: int | None = None,
-        seed: int = 0,
+        budget: Budget,
         *,
+        total_steps: int | None = None,
+        policy: str | Policy = "equal_worth",
+        coupling: str | None = None,
+        keep: Iterable[str] = (),
         engine: str = "auto",
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
-        sampling: str | None = None,
-        keep: Iterable[str] = (),
-        policy: str | Callable[..., Policy] = "equal_worth",
-        fresh: bool | None = None,
-        wrap: Wrap | None = None,
-        spread_references: bool = False,
+        pretrained: bool | None = None,
         full_model_device: str | torch.device | None = None,
     ) -> None:
-        if policy not in POLICIES and not callable(policy):
-            raise ValueError(f"`policy` is {policy!r}; it must be one of {', '.join(POLICIES)}, or callable")
-        name = "paper" if callable(policy) else policy
-        for setting, value in (("resample_every", resample_every), ("align", align), ("total_steps", total_steps)):
-            if value is not None and not (isinstance(value, Integral) and value >= 1):
-                raise ValueError(f"`{setting}` is {value!r}; it must be a whole number, at least 1")
-        resample_every = default_window(name, total_steps) if resample_every is None else resample_every
-        if not (budget is None or isinstance(budget, Budget)):
+        if not isinstance(budget, Budget):
             raise TypeError(f"`budget` is {budget!r}; it must be a budget, such as slimstart.Flops(0.10)")
-        if (budget is None) != callable(policy):
-            raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
-        if wrap is not None and engine == "graphs":
-            raise ValueError("`engine` is 'graphs', which cannot hold what `wrap` returns; leave one of them out")
-        if fresh and optimizer.state:
-            raise ValueError("`fresh` is True, but the optimizer has state; make a new one, or leave `fresh` out")
-        fresh = not has_learned(model, optimizer) if fresh is None else fresh
-        self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device)
-        examples = example_inputs if self._place is None else memory.on_host(example_inputs)
-        self.graph: ChannelGraph = trace_verified(model, examples, coupling or COUPLING[name], keep)
+        if total_steps is not None and total_steps < 1:
+            raise ValueError(f"`total_steps` is {total_steps!r}; it must be a whole number, at least 1")
+        self._given, self.model = model, unwrapped_model(model)
+        check_model(self.model)
+        if hooks_in(self.model):
+            raise ValueError("`model` is in a SparseTraining already; call its `finish` first, or make a new model")
+        self.policy, self._budget, self._total_steps = get_policy(policy), budget, total_steps
+        self._optimizers = unwrapped(optimizer)
+        if pretrained is False and any(one.state for one in self._optimizers):
+            raise ValueError(
+                "`pretrained` is False, but the optimizer has state; make a new one, or leave `pretrained` out"
+            )
+        pretrained = is_pretrained(self.model, self._optimizers) if pretrained is None else pretrained
+        device = memory.place(self.model, self._optimizers, example_inputs, budget, full_model_device)
+        examples = example_inputs if device is None else memory.on_host(example_inputs)
+        self.graph: ChannelGraph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep)
         if self.graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
-        self.policy: Policy = make_policy(
-            policy,
-            self.graph.costs,
-            budget,
-            estimator=estimator,
-            alpha=alpha,
-            structure_lr=structure_lr,
-            sampling=sampling,
-            total_steps=total_steps,
-            resample_every=resample_every,
-            seed=seed,
-            align=align,
-        )
-        self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
-        self.num_steps = 0
-        self.num_examples: float = 0  # of the last step, over all ranks
-        self.settled = False
+        if not held_by(self._optimizers) & {id(p) for n, p in self.model.named_parameters() if n in self.graph.tensors}:
+            raise ValueError(
+                "`optimizer` holds none of the model's parameters that can shrink; build it from `model.parameters()`"
+            )
+        self.learner: Learner = self.policy.start(self.graph.costs, budget, total_steps)
+        self._gradients: UnitGradients | None = None
+        if self.policy.learns_from == "gradients":
+            if not isinstance(self.learner, GradientLearner):
+                raise TypeError("`policy` learns from gradients, but its learner has no `freeze`, `to` and `observe_`")
+            self._gradients = UnitGradients(self.graph, self.model, self._optimizers, examples)
+            self.learner.freeze(self._gradients.unobservable)
+            if bool(self._gradients.unobservable.all()):
+                logger.warning(
+                    "no width can be learned: every channel group is read by something other than a trained Conv or "
+                    "Linear layer"
+                )
+            self.learner.to(device or device_of(self.model))
+        self._progress = Progress()
+        self.num_examples: float = 0
         self.building_seconds = 0.0
-        self._held_steps = 0  # since the last draw
-        self._backward = Backward(optimizer, max_grad_norm, scaler)
-        self._wrapping = Wrapping(wrap)
-        self._watch: Watch | None = None
-        if isinstance(self.policy, WatchingPolicy):
-            self._watch = Watch(self.policy, self.graph, model, optimizer, examples)
-        parts = assemble(
-            model, optimizer, self.graph, self.policy, self._backward, engine, align, self._place, wrap is not None
-        )
-        self._networks, self._search, self._steps, self._eager = parts.networks, parts.search, parts.steps, parts.eager
-        self._watch_on(True)
-        if fresh and self._watch is not None:  # only now: whatever can be refused has been
-            suit_(model, self.graph.select(self.mask))
-            self._networks.reload()
-        keep_dense(
-            model,
-            optimizer,
-            sync=self.sync,
-            reload=self._reload,
-            release=self._networks.release,
-            adopt=self._adopt,
-            dense=self._dense_optimizer_state,
-        )
-        self.ranks = ranks_of(self.net)
-        self._together = Together(self.ranks, self.policy.num_masks, spread_references and self.ranks.size > 1)
-        if self.ranks.size > 1:  # all begin with the weights of rank 0
-            self.ranks.broadcast_([*model.parameters(), *model.buffers()])
-            self._networks.reload()
-            self._check_ranks("at the start")
+        self._redo: Change | None = None
+        self._undo: Any = None
+        self._missing: set[str] = set()  # what must be loaded before training goes on
+        self._finished = False
+        self._joined = False
+        self._updated = True  # whether the losses of the last step have been given
+        self.process_group: Ranks = process_group([])
+        self._backward = Backward(self._optimizers, max_grad_norm, scaler)
+        self._assemble(engine, device)
+        masks = self.learner.draw()
+        if not pretrained and self._gradients is not None:  # only now: whatever can be refused has been
+            suit_(self.model, self.graph.select(masks[0]))
+        self._change(Draw(masks, True), self._progress)
+        self._state = ModelState(self._networks, self._take_structure)
+        for one in self._optimizers:
+            one.register_load_state_dict_post_hook(self._optimizer_loaded)
+        self._stashed: dict[
+            nn.Parameter, dict[str, Any]
+        ] = {}  # optimizer state of a structure that is still to be loaded
+        self._iterations = Iterations(self._optimizers, self._before_step, self._end_iteration)
+        logger.info("%s", self.graph.summary)
+
+    def _assemble(self, engine: str, device: torch.device | None) -> None:
+        """The networks, what draws their masks, and captured steps where there can be some."""
+        place, padding, learner = device or device_of(self.model), self.learner.padding, self.learner
+        if self.policy.learns_from == "losses" and device is not None:
+            chosen, reason = "eager", "dense weights are on the host, from where references are filled"
+        elif len(self._optimizers) > 1:
+            chosen, reason = "eager", "there are several optimizers"
+        else:
+            chosen, reason = choose(engine, self._optimizers[0], place)
+        if chosen == "graphs" and padding is not None and padding.align == 1:
+            chosen, reason = "eager", "`align` is 1, so shapes change at every draw"
+        if engine == "graphs" and chosen == "eager":
+            raise ValueError(f"`engine` is 'graphs', but {reason}")
+        align = None if padding is None else padding.align or (ALIGN if chosen == "graphs" else 1)
+        planner = Planner(self.graph, align, padding.spread) if padding is not None and align and align > 1 else None
+        static = chosen == "graphs" and planner is not None
+        self._networks = Networks(self.model, self._optimizers, self.graph, planner, static, device)
+        self._steps: Steps | None = None
+        self._eager = reason
+        self._drawing = Drawing(learner)
+        if chosen == "graphs":
+            losses = torch.zeros(learner.num_masks, dtype=torch.float64, device=place)
+            self._steps = Steps(self._networks, self._backward, losses)
+            if static and isinstance(learner, DeviceLearner) and learner.capturable:
+                self._drawing = DeviceDrawing(learner, self._networks, losses, self._steps.ok, self._steps.side)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def step(self, loss_fn: LossFunction, *batch: Any, count: float | None = None) -> Tensor:
-        """One step of training; returns the detached loss, of several ranks their mean.
+    def step(self, loss_fn: LossFunction, *batch: Any, count: float | None = None) -> Any:
+        """One step of training; returns the detached loss, of several processes their mean.
 
         Args:
-            loss_fn: called as `loss_fn(net, *batch)`, returns a scalar. It takes the network because that changes, and
-                because in Algorithm 1 two of them see the same batch. In CUDA graphs Python runs only while a step is
+            loss_fn: called as `loss_fn(net, *batch)`, returns a scalar, or (scalar, anything), and `step` returns the
+                same. In Algorithm 1 two networks see the same batch. In CUDA graphs Python runs only while a step is
                 captured: what may change from step to step must be a tensor in the batch.
-            count: of examples that the loss is a mean over, where ranks may have more or fewer; by default, the length
-                of the first tensor of the batch.
+            count: of examples that the loss is a mean over, where processes may have more or fewer; by default, the
+                length of the first tensor of the batch.
 
         Raises:
-            NonFiniteLossError: a loss is NaN or infinite; weights, statistics and keep-probabilities are those of the
-                step before.
+            NonFiniteLossError: a loss is NaN or infinite; weights, statistics and the structure are those of the step
+                before.
         """
+        self._ready()
         self.num_examples = num_examples(batch) if count is None else count
         if self._steps is None:
             return self._step_eagerly(loss_fn, batch)
         self._check()
         began, before = time.perf_counter(), (self._networks.version, self._steps.num_captures)
-        self._networks.net.follow_modes()
         captured = self._steps.find(loss_fn, batch)
         if captured is None:
-            loss = self._step_eagerly(loss_fn, batch)
+            result = self._step_eagerly(loss_fn, batch)
         else:
             captured.load(batch)
-            learn = partial(self._search.learn, self._steps.losses)
-            self._steps.launch(captured, learn if self._learns else None)
-            self._count()
-            loss = captured.loss()
+            self._iterations.captured = True
+            try:
+                learn = partial(self._drawing.learn, self._steps.losses)
+                self._steps.launch(captured, learn if self._learns_from_losses else None)
+            finally:
+                self._iterations.captured = False
+            result = captured.result()
+            self._end_window()
         if captured is None or before != (self._networks.version, self._steps.num_captures):
             self.building_seconds += time.perf_counter() - began
-        return loss
+        return result
 
-    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
-        self._networks.net.follow_modes()
-        with undoing_statistics(self._networks.net.statistics), reporting():
+    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
+        with undoing_statistics(self._networks.statistics), reporting():
             with self._kernels:
-                loss = loss_fn(self.net, *batch)
+                loss, more = loss_of(loss_fn(self._network, *batch))
                 reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
-            found = self._together.average([loss, *reference_losses], self.num_examples, self._networks.net.module)
+            found = self._average([loss, *reference_losses], self.num_examples)
             check_finite(self.num_steps, *found.losses, unchanged=self._unchanged)
         with reporting():
             self._backward(loss if found.weight == 1 else found.weight * loss)
         self.num_examples = found.num_examples
-        self._learn(found.losses)
-        return found.losses[0].detach()
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a SparseTraining can be neither copied nor pickled: its hooks are on your model and your optimizer. Load "
-            "its `state_dict()` into another one, with a model and an optimizer of its own"
-        )
-
-    # --- the verbs, for loops written by hand ------------------------------------------------------------------------
+        if self._gradients is None:
+            self._learn(found.losses)
+        loss = found.losses[0].detach()
+        return loss if more is None else (loss, detached(more))
 
     @property
-    def net(self) -> nn.Module:
-        """The narrow network to train, wrapped: ask for it after every draw. Its modes follow those of `model`."""
-        return self._wrapping(self._networks.net.module)
+    def _network(self) -> nn.Module:
+        """What a loss function is given: the model, in what the user has put around it."""
+        if unwrapped_model(self._given) is self.model and self._given is not self.model:
+            return self._given
+        around = [ddp for ddp in self._wrappers if unwrapped_model(ddp) is self.model]
+        return around[0] if around else self.model
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step, and its gradients are there."""
+        self._ready()
+        if self._gradients is None:
+            if not self._updated and not self.settled:
+                raise RuntimeError(
+                    "the policy learns from losses: call `sparse.update(loss, reference_loss)` after every `optimizer.step()`, "
+                    "or let `sparse.step(loss_fn, *batch)` do everything"
+                )
+        elif not self.settled:
+            self._gradients.add(optimizer, self._networks)
+            if self._iterations.others_have_stepped:
+                self._observe()
+
+    def _observe(self) -> None:
+        found = None if self._gradients is None else self._gradients.take()
+        if found is not None and isinstance(self.learner, GradientLearner):
+            self.learner.observe_(found)
+
+    def _end_iteration(self, may_change: bool) -> None:
+        """All optimizers have stepped. A policy that learns from losses is told of them in `update`."""
+        if self._gradients is None:
+            self._updated = False
+        else:
+            self._observe()
+            self._end_window(may_change)
+
+    def update(
+        self,
+        loss: Tensor | float,
+        reference_loss: Tensor | float | Sequence[Tensor | float] | None = None,
+        count: float = 1,
+    ) -> None:
+        """For loops by hand under a policy that learns from losses: learn from those of a step, and draw when it is time.
+
+        Args:
+            loss: of `model`, unscaled.
+            reference_loss: of `reference` on the same batch (a list, if there are several); needed if
+                `needs_reference`, ignored otherwise.
+            count: of examples that the losses are means over, where processes may have more or fewer. Their gradients
+                are then the caller's to weigh.
+        """
+        self._ready()
+        if self._gradients is not None:
+            raise RuntimeError("this policy learns from gradients, inside `optimizer.step()`; leave `update` out")
+        losses = [loss]
+        if self.needs_reference:
+            several = isinstance(reference_loss, Sequence)
+            losses += list(reference_loss) if several else [reference_loss]  # type: ignore[arg-type,list-item]
+            needed = self.learner.num_masks - 1
+            if len(losses) != 1 + needed or any(one is None for one in losses):
+                raise ValueError(
+                    f"`needs_reference` is true, so `update` needs the losses of {needed} reference network(s) too, in "
+                    "the order of `references()`"
+                )
+        found = self._average([torch.as_tensor(one).detach() for one in losses], count)
+        if self._learns_from_losses:
+            check_finite(self.num_steps, *found.losses, unchanged="keep-probabilities are")
+        self.num_examples = found.num_examples
+        self._learn(found.losses)
+
+    def _learn(self, losses: Sequence[Tensor]) -> None:
+        with self._transaction():
+            if self._learns_from_losses:
+                self._drawing.learn(torch.stack([one.detach().double().cpu() for one in losses]))
+            self._count(may_change=True)
+        self._updated = True
+
+    def _end_window(self, may_change: bool = True) -> None:
+        window_ends = not self.settled and self._progress.held_steps + 1 >= self.learner.window
+        with self._transaction() if window_ends else _nothing():
+            self._count(may_change)
+
+    def _count(self, may_change: bool) -> None:
+        """A step has been taken; at the end of a window, go on to the next draw."""
+        num_steps, held_steps, settled = self._progress
+        taken = Progress(num_steps + 1, held_steps + 1, settled)
+        if may_change and not settled and taken.held_steps >= self.learner.window:
+            self._advance(taken)
+        else:
+            self._progress = taken
+
+    def resample(self) -> None:
+        """Go on to the next draw now."""
+        self._ready()
+        if not self.settled:
+            with self._transaction():
+                self._advance(self._progress)
+
+    def _advance(self, progress: Progress) -> None:
+        draw = self._drawing.advance()
+        done = self.learner.is_done
+        progress = Progress(progress.num_steps, 0, done)
+        if draw is None:  # the device has done it by itself
+            self._progress = progress
+        else:
+            self._change(draw, progress)
+        if done:
+            self._end_search()
+            logger.info("the structure is final after %d steps", self.num_steps)
+        if self.process_group.debugging:
+            self._check_processes(f"after {self.num_steps} steps")
+
+    def _end_search(self) -> None:
+        self._drawing.end()
+        self._networks.version += 1  # captured steps observe no longer: they are captured again
+
+    # --- changes of structure: as a whole or not at all --------------------------------------------------------------
+
+    def _change(self, draw: Draw, progress: Progress) -> None:
+        """Become the networks of a draw."""
+        keep_probs = None if progress.settled else self.learner.keep_probs
+        change = self._agreed(lambda: self._networks.prepare(draw.masks, keep_probs, draw.look))
+        if not self._networks.version:
+            ports = Change()
+            self._networks.open_ports(ports)
+            ports.apply()
+        self._warn_of_copies()
+        self._commit(change, progress)
+
+    def _agreed(self, prepare: Callable[[], Change]) -> Change:
+        """A change that all processes have prepared, or none makes it."""
+        problem: BaseException | None = None
+        change = Change()
+        try:
+            change = prepare()
+        except Exception as error:
+            problem = error
+        (failed,) = self.process_group.any(problem is not None)
+        if problem is not None:
+            raise problem
+        if failed:
+            raise RankError("another process could not change its structure, so none did; look for its error")
+        return change
+
+    def _commit(self, change: Change, progress: Progress) -> None:
+        if change.reshapes and self._networks.version:
+            for ddp in data_parallel_around(self.model):
+                change.call(rebuild, ddp)
+            change.call(allow_recompilation)
+        change.set(self, "_progress", progress)
+        self._redo = change
+        try:
+            change.apply()
+        except BaseException:
+            change.apply()  # assignments only: once more completes what was interrupted
+            self._undo = None
+            self._redo = None
+            raise
+        self._undo = None  # in this order: while a change is to be repeated, it is not undone
+        self._redo = None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Within, the learner and the progress change together with the networks, or not at all."""
+        self._undo = (self._drawing.state(), self._progress)
+        try:
+            yield
+        except BaseException:
+            self._recover()
+            raise
+        self._undo = None
+
+    def _recover(self) -> None:
+        """Complete, or take back, what was interrupted."""
+        if self._redo is not None:
+            self._redo.apply()
+            self._undo = None
+            self._redo = None
+        elif self._undo is not None:
+            self._drawing.restore(self._undo[0])
+            self._progress = self._undo[1]
+            self._undo = None
+
+    def _ready(self) -> None:
+        """Before anything is trained: a whole state, of one structure, on all processes."""
+        self._recover()
+        if self._finished:
+            raise RuntimeError(
+                "this training is finished; `model` is a plain module, which can be trained on by itself"
+            )
+        if self._missing:
+            raise RuntimeError(
+                f"a state dict of another structure was loaded without that of {' and '.join(sorted(self._missing))}. To go on "
+                "training, load the state dict of SparseTraining, which has everything; `finish` works without"
+            )
+        if not self._joined:
+            self._join()
+
+    # --- other networks, and what is around the model ----------------------------------------------------------------
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether this step's `update` needs the loss of `reference`: on the first step after a draw."""
+        return self._learns_from_losses and self.learner.num_masks > 1
+
+    @property
+    def _learns_from_losses(self) -> bool:
+        return self._gradients is None and not self.settled and self._progress.held_steps == 0
 
     @property
     def reference(self) -> nn.Module:
@@ -289,252 +504,260 @@ class SparseTraining(Stepping):
 
     def references(self) -> Iterator[nn.Module]:
         """The other networks of the draw, one after the other; none where no reference is needed."""
-        if self.needs_reference and self._together.spread:
-            yield from self._networks.of_masks(self._networks.masks[self._together.own])
-        elif self.needs_reference:
+        self._recover()
+        if self.needs_reference:
             yield from self._networks.references()
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether this step's `update` needs the loss of `reference`: on the first step after a draw."""
-        return self._learns and self.policy.num_masks > 1
-
-    @property
-    def _learns(self) -> bool:
-        return not self.settled and self._held_steps == 0 and self._watch is None
-
-    def update(
-        self,
-        loss: Tensor | float,
-        reference_loss: Tensor | float | Sequence[Tensor | float] | None = None,
-        count: float = 1,
-    ) -> None:
-        """Tell that a step has been taken: learn the keep-probabilities from its losses, and draw when it is time.
+    def follow(self, copy: nn.Module) -> None:
+        """Let a copy of the model change its structure with it: an `AveragedModel`, an average of timm's, any deep copy.
 
         Args:
-            loss: of `net`, unscaled.
-            reference_loss: of `reference` on the same batch (a list, if there are several); needed if
-                `needs_reference`, ignored otherwise.
-            count: of examples that the losses are means over, where ranks may have more or fewer. Their gradients are
-                then the caller's to weigh.
+            copy: made from the model as it is now, or a module that holds such a copy as `module`.
         """
-        losses = [loss]
-        if self.needs_reference:
-            several = isinstance(reference_loss, Sequence)
-            losses += list(reference_loss) if several else [reference_loss]  # type: ignore[arg-type,list-item]
-            needed = self._together.num_references
-            if len(losses) != 1 + needed or any(one is None for one in losses):
-                raise ValueError(
-                    f"`needs_reference` is true, so `update` needs the losses of {needed} reference network(s) too, in "
-                    "the order of `references()`"
-                )
-        means = [torch.as_tensor(one).detach() for one in losses]
-        found = self._together.average(means, count, self._networks.net.module)
-        if self._learns:
-            check_finite(self.num_steps, *found.losses, unchanged="keep-probabilities are")
-        self.num_examples = found.num_examples
-        self._learn(found.losses)
+        self._recover()
+        if self._networks.selection.padded:
+            raise ValueError("a copy cannot follow a padded network; use `engine='eager'`, or a policy without padding")
+        self._networks.followers.append(follower(copy, self._networks))
 
-    def _learn(self, losses: Sequence[Tensor]) -> None:
-        if self._learns:
-            self._search.learn(torch.stack([one.detach().double().cpu() for one in losses]))
-        self._count()
-
-    def _count(self) -> None:
-        self.num_steps += 1
-        self._held_steps += 1
-        if not self.settled and self._held_steps >= self.resample_every:
-            self.resample()
-
-    def resample(self) -> None:
-        """Go on to the next draw now; `net` and the optimizer hold another network afterwards."""
-        if not self.settled:
-            self._search.advance()
-            self._held_steps = 0
-            if isinstance(self.policy, WatchingPolicy) and self.policy.is_done:
-                self._end_search()
-                logger.info("widths are found after %d steps", self.num_steps)
-            if self.ranks.debugging:
-                self._check_ranks(f"after {self.num_steps} steps")
-
-    def _end_search(self) -> None:
-        self.settled = True
-        self._search.end()
-        self._watch_on(False)
-
-    def _watch_on(self, active: bool) -> None:
-        if self._watch is not None:
-            self._watch.start(self._networks) if active else self._watch.stop()
-            self._networks.version += 1  # captured steps do as before: they are captured anew
+    def _warn_of_copies(self) -> None:
+        followed = {id(hook) for network, _ in self._networks.followers for hook in hooks_in(network.module)}
+        copies = {id(twin) for hook in hooks_in(self.model) for twin in hook.copies}
+        if copies - followed:
+            logger.warning(
+                "the structure of the model changes, and copies of it (an average of weights?) keep theirs: call "
+                "`sparse.follow(copy)` once for each that should change with the model"
+            )
 
     @property
-    def _watches(self) -> bool:
-        """Whether widths are being learned from gradients now."""
-        return self._watch is not None and self._watch.is_on
+    def _wrappers(self) -> list[Any]:
+        return data_parallel_around(self.model) if self.process_group.size > 1 else []
 
-    def sync(self) -> None:
-        """Write what `net` and the optimizer have learned into the dense model and state.
+    def _join(self) -> None:
+        """Find the processes that train together, and let all begin with the weights of the first."""
+        wrappers = data_parallel_around(self.model)
+        for ddp in wrappers:
+            check_data_parallel(ddp)
+        self.process_group = process_group(wrappers)
+        if self.process_group.size > 1:
+            if self._steps is not None:
+                self._steps, self._eager = None, "several processes train together"
+            stored = list(self._networks.store.tensors.values())
+            self.process_group.broadcast_([*stored, *self.model.parameters(), *self.model.buffers()])
+            self._check_processes("at the start")
+        self._joined = True
 
-        Asking for a state dict does it by itself; before `copy.deepcopy(model)` in mid-window, do it by hand.
-        """
-        self._check(wait=True)
-        self._networks.store()
+    def _average(self, losses: Sequence[Tensor], count: float) -> Any:
+        """Losses, and running statistics, over the examples of all processes."""
+        statistics = running_statistics(self.model) if self.process_group.size > 1 else ()
+        return self.process_group.average(losses, count, statistics)
+
+    def _check_processes(self, when: str) -> None:
+        """See whether all processes hold the same."""
+        structure = {"keep-probabilities": self.keep_probs, "masks": self._networks.masks}
+        self.process_group.check_equal(structure | tensor_names(self.model), when)
+
+    def _average_statistics(self, net: nn.Module) -> None:
+        """Those that each process has measured on its own batches."""
+        self.process_group.average([torch.zeros(())], 1, running_statistics(net, training=False))
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
     @property
+    def num_steps(self) -> int:  # type: ignore[override]
+        """Steps that have been taken."""
+        return self._progress.num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._progress = self._progress._replace(num_steps=value)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the structure is fixed."""
+        return self._progress.settled
+
+    @property
     def keep_probs(self) -> Tensor:
         """s: one keep-probability per unit."""
-        return self.policy.keep_probs
+        return self.learner.keep_probs
 
     @property
     def mask(self) -> Tensor:
-        """m: which units `net` has."""
+        """m: which units the model has."""
         return self.graph.costs.at_least_one(self._networks.masks[0].cpu())
 
     @property
     def executed(self) -> Executed:
-        """What the next step runs, zeros of padding included."""
+        """What the next step runs, padding included."""
         found = self._networks.executed
         return found if self.needs_reference else replace(found, reference_flops=())
 
     @property
     def executed_flops(self) -> int:
-        """FLOPs of one example through `net` as it is, zeros of padding included."""
+        """FLOPs of one example through the model as it is, padding included."""
         return self._networks.executed.flops
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients of a step, which is what ranks exchange: those of the narrow network."""
-        return gradient_bytes(self._networks.net.module.parameters())
+        """Size of the gradients of a step, which is what processes exchange: those of the narrow network."""
+        return gradient_bytes(self.model.parameters())
 
     @property
     def dense_gradient_bytes(self) -> int:
         """The same for the dense model."""
-        return gradient_bytes(self.model.parameters())
+        dense = self._networks.store.tensors
+        sizes = ((p, dense.get(name, p).numel()) for name, p in self.model.named_parameters())
+        return sum(size * p.element_size() for p, size in sizes if p.requires_grad)
 
     @property
-    def traffic(self) -> Traffic:
-        """Bytes of weights and optimizer state that have crossed the bus, with `full_model_device`."""
-        return self._networks.traffic
+    def stored_bytes(self) -> int:
+        """Size of the dense weights, statistics and optimizer state that are stored here."""
+        return self._networks.store.num_bytes
 
     @property
     def expected_cost(self) -> float:
         """What the budget limits, in expectation over masks, as a fraction of the dense model's."""
-        return self.policy.expected_cost
+        return self.learner.expected_cost
 
     # --- the end of the search ---------------------------------------------------------------------------------------
 
     def settle(
-        self, batches: Iterable[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int = 10, max_batches: int = 20
+        self,
+        batches: Iterable[Any] | None = None,
+        loss_fn: LossFunction | None = None,
+        num_samples: int = 10,
+        max_batches: int = 20,
     ) -> None:
         """End the search: fix the structure, and train on with the weights that there are.
 
         The paper's policy searches until it is told to end; "equal_worth" ends by itself.
 
         Args:
-            batches: tuples of what `loss_fn` takes behind the network; training data.
+            batches: training data, tuples of what `loss_fn` takes after the network, to choose a mask by its loss and
+                to measure statistics. Without them the likeliest mask is taken.
+            loss_fn: as for `step`.
             num_samples: masks to draw; all are within the budget, and the one of least loss is taken.
             max_batches: how many of the batches to look at.
         """
+        self._ready()
         if self.settled:
             return
-        seen = first_batches(batches, max_batches)
-        self.sync()
-        mask = self._best_mask(seen, loss_fn, num_samples)
+        seen = None if batches is None else first_batches(batches, max_batches)
+        with self._transaction():
+            mask = self._final_mask(seen, loss_fn, num_samples)
+            self._change(Draw(mask[None], True), Progress(self.num_steps, 0, True))
         self._end_search()
-        self._networks.enter(mask[None], None)
-        self._held_steps = 0
-        with self._kernels:
-            recalibrate(self._networks.net.module, seen, loss_fn)
-        self._average_statistics(self._networks.net.module)
+        self._measure(self.model, seen, loss_fn)
 
     def snapshot(
-        self,
-        batches: Iterable[tuple[Any, ...]] | None = None,
-        loss_fn: LossFunction | None = None,
-        max_batches: int = 20,
+        self, batches: Iterable[Any] | None = None, loss_fn: LossFunction | None = None, max_batches: int = 20
     ) -> nn.Module:
-        """A finished copy for validation, from the likeliest mask; training goes on untouched.
+        """The network that `finish` would return now, as a copy; training goes on untouched.
 
         Args:
-            batches, loss_fn: to measure normalisation statistics anew; without them those of training are used.
+            batches, loss_fn: to measure normalisation statistics; without them those of training are used.
             max_batches: how many of the batches to look at.
         """
-        self.sync()
-        mask = self.mask if self.settled else self.policy.best_guess()
+        self._recover()
+        self._check(wait=True)
         seen = None if batches is None else first_batches(batches, max_batches)
-        return self._finished(mask, seen, loss_fn, plain=False)
+        small = self._networks.copy_of(self.mask if self.settled else self.learner.best_guess())
+        self._measure(small, seen, loss_fn)
+        return small
+
+    def dense_copy(self) -> nn.Module:
+        """A copy of the model with all its channels, those that are not in the network included."""
+        self._recover()
+        return self._networks.copy_of(torch.ones(self.graph.num_units, dtype=torch.bool))
 
     def finish(
         self,
-        batches: Iterable[tuple[Any, ...]],
-        loss_fn: LossFunction,
+        batches: Iterable[Any] | None = None,
+        loss_fn: LossFunction | None = None,
         num_samples: int = 10,
         max_batches: int = 20,
         plain: bool = False,
     ) -> nn.Module:
-        """The trained narrow network: a plain module of the user's own class, within the budget, statistics measured.
+        """The model, as a plain module: the same object, within the budget, without hooks of ours.
 
         Args:
-            batches: tuples of what `loss_fn` takes behind the network; training data.
-            num_samples: masks to choose from by loss, if the structure has not been settled.
-            max_batches: how many of the batches to look at.
-            plain: do without `StreamPort` on residual streams, at the price of rows of zeros. They cost multiply-adds
-                of their own: the budget holds for the network without them.
+            batches, loss_fn, num_samples, max_batches: as for `settle`; where they are given, statistics of
+                normalisation are measured, and a policy that has not settled chooses its mask by loss.
+            plain: remove the ports of layers on residual streams too, at the price of rows of zeros. They cost
+                multiply-adds of their own: the budget holds for the network without them.
         """
-        if self._watches:
+        self._recover()
+        self._check(wait=True)
+        if self._finished:
+            return self._given
+        if self._gradients is not None and not self.settled:
             logger.warning(
-                "the network is finished after %d steps, while its widths are still being learned", self.num_steps
+                "the network is finished after %d steps, while its structure is still learned", self.num_steps
             )
-        seen = first_batches(batches, max_batches)
-        self.sync()
-        mask = self.mask if self.settled else self._best_mask(seen, loss_fn, num_samples)
-        return self._finished(mask, seen, loss_fn, plain)
+        seen = None if batches is None else first_batches(batches, max_batches)
+        if not self.settled and self._gradients is None:
+            with self._transaction():
+                mask = self._final_mask(seen, loss_fn, num_samples)
+                self._change(Draw(mask[None], True), Progress(self.num_steps, 0, True))
+        flops = self.graph.flops_within(self._networks.exact_selection.happens[:-1])
+        change = self._agreed(partial(self._networks.finish, plain))
+        change.reshapes = True
+        change.call(self._iterations.remove)
+        for network in (self.model, *(network.module for network, _ in self._networks.followers)):
+            change.call(remove_hooks, network)
+        change.set(self, "_finished", True)
+        self._commit(change, self._progress._replace(settled=True))
+        self._measure(self.model, seen, loss_fn)
+        if plain and self.graph.coupling == "filter":
+            logger.info(
+                "ports of residual streams are removed; they kept the network at %d FLOPs (counted with ports)", flops
+            )
+        return self._given
 
-    def _best_mask(self, batches: Sequence[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int) -> Tensor:
-        masks = self.policy.candidates(num_samples)
+    def _final_mask(self, batches: Sequence[Any] | None, loss_fn: LossFunction | None, num_samples: int) -> Tensor:
+        if batches is None:
+            return self.graph.costs.at_least_one(self.learner.best_guess())
+        masks = self.learner.candidates(num_samples)
+        measured = as_loss(loss_fn, needed=len(masks) > 1)
 
-        def over_ranks(net: nn.Module, *batch: Any) -> Tensor:
-            return self.ranks.average([loss_fn(net, *batch)], num_examples(batch)).losses[0]
+        def over_processes(net: nn.Module, *batch: Any) -> Tensor:
+            loss, _ = loss_of(measured(net, *batch))
+            return self.process_group.average([loss], num_examples(batch)).losses[0]
 
         with self._kernels:
-            best = least_loss(self._networks.of_masks(masks), batches, over_ranks)
+            best = least_loss(self._networks.of_masks(masks), batches, over_processes) if len(masks) > 1 else 0
         return self.graph.costs.at_least_one(masks[best])
 
-    def _finished(
-        self,
-        mask: Tensor,
-        batches: Sequence[tuple[Any, ...]] | None,
-        loss_fn: LossFunction | None,
-        plain: bool,
-    ) -> nn.Module:
-        with self._kernels:
-            small = finished(self.model, self.graph.select(mask), batches, loss_fn, plain, self._place)
+    def _measure(self, net: nn.Module, batches: Sequence[Any] | None, loss_fn: LossFunction | None) -> None:
+        """Measure normalisation statistics on batches, over all processes."""
         if batches is not None:
-            self._average_statistics(small)
-        return small
+            with self._kernels:
+                recalibrate(net, batches, as_loss(loss_fn))
+            self._average_statistics(net)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything: dense weights, optimizer, s, masks, generators. One dict resumes, also within a window.
+        """Everything: dense weights and optimizer state, what is learned, masks, generators. One dict resumes.
 
         Tensors, numbers, strings and containers only, so that `torch.load(weights_only=True)` reads it back.
         """
+        self._recover()
+        self._check(wait=True)
+        capacity = self._networks.capacity
         return {
             "format": checkpoints.FORMAT,
             "coupling": self.graph.coupling,
             "structure": self.graph.digest,
             "num_steps": self.num_steps,
-            "held_steps": self._held_steps,
+            "held_steps": self._progress.held_steps,
             "settled": self.settled,
             "masks": self._networks.masks.to("cpu", copy=True),
-            "room": self._networks.room,
-            "pending": self._search.pending,
-            "policy": self.policy.state_dict(),
-            "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "capacity": None if capacity is None else {"units": capacity.units, "streams": capacity.streams},
+            "pending": self._drawing.pending,
+            "policy": self.learner.state_dict(),
+            "model": self._state.dense(),
+            "optimizers": [checkpoints.dense_state(one, self._networks) for one in self._optimizers],
             "random": torch.get_rng_state(),
         }
 
@@ -544,26 +767,30 @@ class SparseTraining(Stepping):
         Raises:
             CheckpointError: the dict is not ours, or belongs to another network; nothing is changed then.
         """
-        own = {  # as in `state_dict`, but nothing is copied: the dense training may be as large as memory allows
-            "coupling": self.graph.coupling,
-            "structure": self.graph.digest,
-            "masks": self._networks.masks,
-            "room": self._networks.room,
-            "model": self.model.state_dict(),
-            "optimizer": {"param_groups": self.optimizer.param_groups},
-        }
-        checkpoints.check(state, own, parameter_shapes=self._networks.link.dense_shapes)
-        self.policy.load_state_dict(state["policy"])
-        self.settled = bool(state["settled"])
-        self._watch_on(False)
-        self.model.load_state_dict(state["model"])
-        keep_probs = None if self.settled else self.policy.keep_probs
-        self._networks.restore(state["masks"], state["room"], keep_probs)
-        self._search.pending = state["pending"]
-        self._watch_on(not self.settled)
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self.num_steps, self._held_steps = int(state["num_steps"]), int(state["held_steps"])
-        torch.set_rng_state(state["random"].cpu())
+        self._recover()
+        if self._finished:
+            raise CheckpointError("this training is finished; make a new SparseTraining to resume another one")
+        try:
+            saved = checkpoints.checked(state, self._networks, self._optimizers, self._state)
+            trial = self.policy.start(self.graph.costs, self._budget, self._total_steps)
+            trial.load_state_dict(saved.policy)
+            change = self._networks.prepare(saved.masks, None, store=saved.store, capacity=saved.capacity)
+            checkpoints.prepare(change, saved, self._networks, self._optimizers)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"the state dict does not fit this training: {error}") from error
+        change.call(self.learner.load_state_dict, saved.policy)
+        change.call(self._loaded, saved)
+        change.call(torch.set_rng_state, saved.random)
+        self._commit(change, Progress(saved.num_steps, saved.held_steps, saved.settled))
+
+    def _loaded(self, saved: checkpoints.Saved) -> None:
+        self._missing, self._stashed, self._updated = set(), {}, True
+        self._drawing.end()
+        self._drawing.pending = saved.pending
+        for optimizer in self._optimizers:
+            (unfuse if self._steps is None else fuse)(optimizer)  # settings came with the state dict
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` to a file, atomically."""
@@ -577,30 +804,38 @@ class SparseTraining(Stepping):
         """
         self.load_state_dict(checkpoints.read(path))
 
-    # --- small print -------------------------------------------------------------------------------------------------
+    def _take_structure(self, mask: Tensor) -> None:
+        """`model.load_state_dict` is about to load tensors of another structure."""
+        masks = mask[None].repeat(len(self._networks.masks), 1)
+        keep_probs = None if self.settled else self.learner.keep_probs
+        change = self._networks.prepare(masks, keep_probs)
+        change.set(self, "_missing", self._missing | {"the optimizer", "SparseTraining"})
+        self._commit(change, self._progress)
+        for parameter, state in list(self._stashed.items()):
+            if checkpoints.fits(state, parameter):
+                self._optimizer_of(parameter).state[parameter] = self._stashed.pop(parameter)
 
-    def _reload(self) -> None:
-        self._networks.reload()
-        if self._watches:
-            logger.warning(
-                "weights were loaded while widths are learned; the search goes on with them. To resume a training, "
-                "load the state dict of SparseTraining, which has the structure too"
-            )
+    def _optimizer_loaded(self, optimizer: Optimizer) -> None:
+        """An optimizer has loaded a state dict, perhaps of a structure that the model is still to get."""
+        if self._finished:
+            return
+        (unfuse if self._steps is None else fuse)(optimizer)  # settings came with the state dict
+        self._networks.version += 1  # it has other tensors
+        for parameter, state in list(optimizer.state.items()):
+            if isinstance(parameter, nn.Parameter) and not checkpoints.fits(state, parameter):
+                self._stashed[parameter] = optimizer.state.pop(parameter)
+                self._missing = self._missing | {"SparseTraining"}
 
-    def _adopt(self) -> None:
-        self._networks.adopt()
-        (unfuse if self._steps is None else fuse)(self.optimizer)  # settings came with the state dict
+    def _optimizer_of(self, parameter: nn.Parameter) -> Optimizer:
+        return next(one for one in self._optimizers if id(parameter) in held_by([one]))
 
-    def _dense_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return self._networks.link.dense_state_dict(state_dict)
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a SparseTraining cannot be copied or pickled: its hooks are on your model and your optimizer. Load "
+            "its `state_dict()` into another one, with a model and an optimizer of its own"
+        )
 
-    def _check_ranks(self, when: str) -> None:
-        """See whether all ranks hold the same."""
-        if self._place is not None:  # a draw leaves behind what both networks have, and the rest may be on its way home
-            self.sync()
-        structure = {"keep-probabilities": self.keep_probs, "masks": self._networks.masks}
-        self.ranks.check_equal(structure | tensor_names(self.model), when)
 
-    def _average_statistics(self, net: nn.Module) -> None:
-        """Those that each rank has measured on its own batches."""
-        self.ranks.average([torch.zeros(())], 1, running_statistics(net, training=False))
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slimstart
-from slimstart.narrow.streams import StreamPort
+from slimstart.narrow.stream_ports import StreamPort
 from slimstart.policies import Flops, Params
 from tests import network_reference as reference
 from tests.network_reference import Live, live

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart import Channels, CheckpointError, Flops, SparseTraining
-from slimstart.narrow.streams import StreamPort
+from slimstart.narrow.stream_ports import StreamPort
 from tests.zoo import ZOO, call, shake, tensors
 
 NETWORKS = ["vgg_bn", "resnet_basic", "mobilenet_v1"]

@@ -9,7 +9,7 @@ forward, `rules/` has one rule per operation, `sizes.py` are integers that remem
 what a run writes down, and `solve.py` turns the notes into units with `solver.py`, `layouts.py` and `tables.py`.
 """
 
-from slimstart.graph.channels import ChannelGraph, ChannelGroup, PaddedSelection, Port, Selection, Slice
+from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, Selection, Slice
 from slimstart.graph.trace import COUPLINGS, trace
 
-__all__ = ["COUPLINGS", "ChannelGraph", "ChannelGroup", "PaddedSelection", "Port", "Selection", "Slice", "trace"]
+__all__ = ["COUPLINGS", "ChannelGraph", "ChannelGroup", "Port", "Selection", "Slice", "trace"]

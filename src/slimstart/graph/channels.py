@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter as Counter_
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
+from slimstart.kernels.moves import gather, scatter_
 
 _CPU = torch.device("cpu")
 
@@ -120,30 +121,25 @@ class ChannelGraph:
         """(n,) int64: the unit of each index of an axis, -1 where always there; of several units, the first."""
         return torch.cat([self.costs.events[:, 0].cpu(), torch.tensor([-1])])[self.axes[axis]]
 
-    def select(self, mask: Tensor) -> Selection:
+    def select(self, mask: Tensor, frame: Tensor | None = None) -> Selection:
         """What stays under a mask; the first unit of a group that the mask empties is kept all the same.
 
         Args:
             mask: bool tensor of shape (num_units,).
+            frame: bool tensor of shape (num_events,), true wherever an event of `mask` happens: a network with this
+                capacity, in which everything else is padding. By default exactly what the mask keeps.
         """
         if mask.dim() > 1:
             raise ValueError(f"`mask` has shape {tuple(mask.shape)}; it needs one entry per unit, ({self.num_units},)")
         mask = self.costs.at_least_one(mask.detach().to("cpu", torch.bool))
         padded = torch.cat([mask, mask.new_zeros(1)])  # the pads of `events` are -1: the last entry
-        happens = padded[self.costs.events].any(dim=1)
-        return Selection(self, mask, torch.cat([happens, happens.new_ones(1)]))
-
-    def select_within(self, mask: Tensor, frame: Tensor) -> PaddedSelection:
-        """What stays under a mask, in a frame with room for more: the rest of it are zeros.
-
-        Args:
-            frame: bool tensor of shape (num_events,), true wherever an event of `mask` happens.
-        """
-        inner = self.select(mask)
-        outer = torch.cat([frame.cpu(), frame.new_ones(1, device="cpu")])
-        if bool((inner.happens & ~outer).any()):
-            raise ValueError("`frame` must have room for everything that `mask` keeps")
-        return PaddedSelection(self, inner.mask, outer, inner=inner)
+        happens = _and_always(padded[self.costs.events].any(dim=1))
+        if frame is None:
+            return Selection(self, mask, happens, happens)
+        frame = _and_always(frame.cpu())
+        if bool((happens & ~frame).any()):
+            raise ValueError("`frame` must have capacity for everything that `mask` keeps")
+        return Selection(self, mask, happens, frame)
 
     def flops_within(self, frame: Tensor) -> int:
         """FLOPs of one forward of a network that fills a frame (a bool tensor of shape (num_events,)), zeros included.
@@ -167,6 +163,18 @@ class ChannelGraph:
         weights = torch.cat([nothing, *(factor.weights.cpu() for factor in factors)])
         return owner, events, weights, torch.tensor([factor.offset for factor in factors], dtype=torch.int64)
 
+    @property
+    def summary(self) -> str:
+        """One line: how much of the network can shrink, and what cannot, with the most frequent reason."""
+        line = f"{self.coverage:.0%} of FLOPs can shrink"
+        if self.left_whole:
+            reasons = Counter_(self.left_whole.values())
+            reason, _ = reasons.most_common(1)[0]
+            others = f" (and {len(reasons) - 1} other reasons; print the graph)" if len(reasons) > 1 else ""
+            number = len(self.left_whole)
+            line += f"; {number} layer{'s' * (number > 1)} cannot, because: {reason}{others}"
+        return line
+
     def __str__(self) -> str:
         lines = [
             f"ChannelGraph: {self.num_units} units in {len(self.groups)} groups, coupling={self.coupling!r}, "
@@ -179,157 +187,90 @@ class ChannelGraph:
                 f"{group.num_filters} filters"
             )
         if self.left_whole:
-            lines.append("left whole:")
+            lines.append("not prunable:")
             lines.extend(f"  {name}: {reason}" for name, reason in self.left_whole.items())
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """A mask, resolved: for every axis, which indices stay.
+    """A mask, resolved: for every axis, which dense index each position of a narrow tensor holds, -1 for padding.
 
-    `gather` and `scatter_` are inverses on the entries that stay: after `scatter_(name, dense, gather(name, dense))`
-    nothing has changed, and entries that are not selected are never read or written.
+    Without padding, positions are the indices that the mask keeps, in order. With it (`graph.select(mask, frame)`),
+    they are those of the frame, and those that the mask does not keep are padding: zero in every tensor, and never
+    stored.
+
+    `gather` and `scatter_` are inverses on the entries that the mask keeps: after
+    `scatter_(name, dense, gather(name, dense))` nothing has changed, and other entries are never read or written.
+
+    Attributes:
+        graph: what the mask is about.
+        mask: (num_units,) bool, after the at-least-one rule.
+        happens: (num_events + 1,) bool, which events the mask keeps; the last is for index -1, which always happens.
+        frame: the same for events that have a position.
     """
 
     graph: ChannelGraph
     mask: Tensor
-    happens: Tensor = field(repr=False)  # per event, with a True behind the last for index -1
+    happens: Tensor = field(repr=False)
+    frame: Tensor = field(repr=False)
 
-    @cached_property
-    def _kept(self) -> dict[tuple[int, torch.device], Tensor | None]:
-        return {}
-
-    @cached_property
-    def _flat(self) -> dict[tuple[Any, ...], Tensor]:
-        return {}
-
-    def kept(self, axis: int, device: torch.device = _CPU) -> Tensor | None:
-        """Indices that stay along an axis, in order; None where all do."""
-        if (axis, device) not in self._kept:
-            if device == _CPU:
-                present = self.present(axis)
-                indices = None if bool(present.all()) else present.nonzero().squeeze(1)
-            else:  # once per axis and not once per tensor
-                on_host = self.kept(axis)
-                indices = None if on_host is None else on_host.to(device)
-            self._kept[axis, device] = indices
-        return self._kept[axis, device]
+    @property
+    def padded(self) -> bool:
+        """Whether there may be padding."""
+        return self.frame is not self.happens
 
     def present(self, axis: int) -> Tensor:
-        """Bool tensor: which indices of an axis stay."""
-        return self.happens[self.graph.axes[axis]]
+        """Bool tensor: which indices of an axis have a position."""
+        return self.frame[self.graph.axes[axis]]
 
     def real(self, axis: int) -> Tensor:
-        """Bool tensor: which indices of an axis stay and are not mere passengers."""
-        return self.present(axis)
+        """Bool tensor: which indices of an axis the mask keeps, so that they are not padding."""
+        return self.happens[self.graph.axes[axis]]
+
+    def positions(self, axis: int, device: torch.device = _CPU) -> Tensor | None:
+        """(n,) int64: the dense index that each position along an axis holds, -1 for padding; None for all in order."""
+        if (axis, device) not in self._positions:
+            if device == _CPU:
+                present, real = self.present(axis), self.real(axis)
+                indices = present.nonzero().squeeze(1)
+                found = None if bool(real.all()) else torch.where(real[indices], indices, -1)
+            else:  # once per axis and not once per tensor
+                on_host = self.positions(axis)
+                found = None if on_host is None else on_host.to(device)
+            self._positions[axis, device] = found
+        return self._positions[axis, device]
+
+    @cached_property
+    def _positions(self) -> dict[tuple[int, torch.device], Tensor | None]:
+        return {}
 
     def count(self, axis: int) -> int:
-        kept = self.kept(axis)
-        return self.graph.axes[axis].numel() if kept is None else kept.numel()
+        """The number of positions along an axis."""
+        positions = self.positions(axis)
+        return self.graph.axes[axis].numel() if positions is None else positions.numel()
 
     def indices(self, name: str, device: torch.device = _CPU) -> dict[int, Tensor]:
-        """{dimension: indices that stay} for a named tensor; dimensions that stay whole are not listed."""
-        found = {piece.dim: self.kept(piece.axis, device) for piece in self.graph.tensors.get(name, ())}
-        return {dim: kept for dim, kept in found.items() if kept is not None}
+        """{dimension: positions} for a named tensor; dimensions that stay whole are not listed."""
+        found = {piece.dim: self.positions(piece.axis, device) for piece in self.graph.tensors.get(name, ())}
+        return {dim: positions for dim, positions in found.items() if positions is not None}
 
     def shape(self, name: str, dense: torch.Size) -> torch.Size:
         """The shape that `gather` gives to a tensor of this name."""
         sizes = list(dense)
-        for dim, kept in self.indices(name).items():
-            sizes[dim] = kept.numel()
+        for dim, positions in self.indices(name).items():
+            sizes[dim] = positions.numel()
         return torch.Size(sizes)
 
     def gather(self, name: str, dense: Tensor) -> Tensor:
-        """The entries of `dense` that stay, as a new narrow tensor (`dense` itself where all of them do)."""
-        indices = self.indices(name, dense.device)
-        if _is_convolution(indices, dense):
-            rows, flat = self._filters(name, dense)
-            return rows.index_select(0, flat).view(indices[0].numel(), indices[1].numel(), *dense.shape[2:])
-        for dim, kept in indices.items():
-            dense = dense.index_select(dim, kept)
-        return dense
+        """The narrow tensor of a dense one, as a new tensor."""
+        return gather(dense, self.indices(name, dense.device))
 
     def scatter_(self, name: str, dense: Tensor, narrow: Tensor) -> Tensor:
-        """Write `narrow` over the entries of `dense` that stay, in place; the others are left alone."""
-        indices = self.indices(name, dense.device)
-        if not indices:
-            return dense.copy_(narrow) if dense is not narrow else dense
-        if len(indices) == 1:
-            ((dim, kept),) = indices.items()
-            return dense.index_copy_(dim, kept, narrow)
-        if _is_convolution(indices, dense):
-            rows, flat = self._filters(name, dense)
-            rows.index_copy_(0, flat, narrow.reshape(flat.numel(), rows.shape[1]))
-            return dense
-        last = max(indices)
-        index = [
-            indices[dim].view(-1, *[1] * (last - dim)) if dim in indices
-            # a dimension between two sliced ones is indexed too, so that the indexed ones are adjacent
-            else torch.arange(dense.shape[dim], device=dense.device).view(-1, *[1] * (last - dim))
-            for dim in range(min(indices), last + 1)
-        ]  # fmt: skip
-        dense[(slice(None),) * min(indices) + tuple(index)] = narrow
-        return dense
-
-    def _filters(self, name: str, dense: Tensor) -> tuple[Tensor, Tensor]:
-        """A convolution's weight as one row per kernel, and the rows that stay: one pass in place of two."""
-        axes = {piece.dim: piece.axis for piece in self.graph.tensors[name]}
-        key = (axes[0], axes[1], dense.device)
-        if key not in self._flat:
-            indices = self.indices(name, dense.device)
-            self._flat[key] = (indices[0][:, None] * dense.shape[1] + indices[1]).view(-1)
-        return dense.view(dense.shape[0] * dense.shape[1], dense.shape[2:].numel()), self._flat[key]
+        """Write a narrow tensor over its part of `dense`, in place; everything else there is left alone."""
+        return scatter_(dense, narrow, self.indices(name, dense.device))
 
 
-@dataclass(frozen=True, eq=False)
-class PaddedSelection(Selection):
-    """A selection in a wider frame: some channels come along as passengers, as zeros that stay zero.
-
-    Shapes, attributes and ports are those of the frame; values are those of `inner`, what is really kept. All entries
-    of a passenger are zero (its filter, its normalisation row, its readers' columns), so it computes zero and is never
-    stored.
-    """
-
-    inner: Selection = field(kw_only=True)
-
-    def real(self, axis: int) -> Tensor:
-        return self.inner.present(axis)
-
-    def gather(self, name: str, dense: Tensor) -> Tensor:
-        """The entries of `dense` within the frame, zero where they are passengers'."""
-        framed = super().gather(name, dense)
-        for dim, absent in self.absent(name, dense.device).items():
-            framed = framed.index_fill(dim, absent, 0)
-        return framed
-
-    def scatter_(self, name: str, dense: Tensor, narrow: Tensor) -> Tensor:
-        """Write what is really kept over the entries of `dense`, in place; passengers are left behind."""
-        for dim, real in self._places(name, dense.device, passengers=False).items():
-            narrow = narrow.index_select(dim, real)
-        return self.inner.scatter_(name, dense, narrow)
-
-    def absent(self, name: str, device: torch.device = _CPU) -> dict[int, Tensor]:
-        """{dimension: places of passengers in the narrow tensor}, where there are some."""
-        return self._places(name, device, passengers=True)
-
-    def _places(self, name: str, device: torch.device, passengers: bool) -> dict[int, Tensor]:
-        found = {piece.dim: self._along(piece.axis, device) for piece in self.graph.tensors.get(name, ())}
-        return {dim: places[passengers] for dim, places in found.items() if places[True].numel()}
-
-    def _along(self, axis: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Places along an axis of the frame: of what is really kept, and of passengers."""
-        if (axis, device) not in self._found:
-            real = self.inner.present(axis)[self.present(axis)]
-            both = real.nonzero().squeeze(1), (~real).nonzero().squeeze(1)
-            self._found[axis, device] = both[0].to(device), both[1].to(device)
-        return self._found[axis, device]
-
-    @cached_property
-    def _found(self) -> dict[tuple[int, torch.device], tuple[Tensor, Tensor]]:
-        return {}
-
-
-def _is_convolution(indices: Mapping[int, Tensor], tensor: Tensor) -> bool:
-    """Whether both leading dimensions, and only they, are cut, in front of kernels that lie together in memory."""
-    return indices.keys() == {0, 1} and tensor.dim() > 2 and tensor.is_contiguous()
+def _and_always(events: Tensor) -> Tensor:
+    """With a last entry for what does not depend on the mask."""
+    return torch.cat([events, events.new_ones(1)])

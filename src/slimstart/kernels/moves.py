@@ -1,24 +1,23 @@
-"""Moves: numbers between many dense tensors and narrow ones, all in one kernel each way.
+r"""Moves between dense tensors and narrow ones: `gather` and `scatter_`, for one tensor or for many in one kernel.
 
-A narrow element with coordinates c_d in its tensor has its dense counterpart at the indices
+A narrow element with coordinates c_d has its dense counterpart at the indices
 
-    i_d = c_d                        along a dimension that stays whole,
-    i_d = places[start_d + c_d]      along one that is cut, where -1 means that there is none.
+    i_d = c_d                      along a dimension that is not cut,
+    i_d = positions_d[c_d]         along one that is cut, where -1 is padding: an element without a counterpart.
 
-Tensors stay where they are and keep their strides; `places` changes between calls, in place and on the device, and no
-value is asked for on the host, so that a CUDA graph can hold a move. `gather_` and `scatter_` are inverse to each other
-on the elements that have a counterpart.
+`gather` reads zeros for padding, and `scatter_` does not write it; they are inverse to each other on all other
+elements.
 
-Dense tensors may also lie in page-locked memory of the host, where a GPU reaches them itself: every element that moves
-then crosses the bus, so both ways take `but`, which names elements to leave alone.
+`Moves` does the same for many tensors at once, with the positions of all of them in one row. Tensors keep their
+addresses and strides, positions change in place on the device, and no value is read on the host, so a CUDA graph can
+hold a move. On a GPU it is one Triton kernel each way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +25,70 @@ from torch import Tensor
 from slimstart.kernels.backend import use_triton
 
 BLOCK = 1024  # narrow elements that one program of the kernel moves at a time
-CROSSING = 96  # programs that keep the bus busy, and leave the multiprocessors to others
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def gather(dense: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
+    """The narrow tensor of a dense one, as a new tensor.
+
+    Args:
+        positions: {dimension that is cut: dense index of every narrow position, -1 for padding}.
+    """
+    if _cuts_kernels(dense, positions):  # one pass in place of two
+        rows, columns = positions[0], positions[1]
+        flat = (rows.clamp(min=0)[:, None] * dense.shape[1] + columns.clamp(min=0)).view(-1)
+        narrow = dense.reshape(dense.shape[0] * dense.shape[1], -1).index_select(0, flat)
+        narrow = narrow.view(rows.numel(), columns.numel(), *dense.shape[2:])
+    else:
+        narrow = dense
+        for dim, index in positions.items():
+            narrow = narrow.index_select(dim, index.clamp(min=0))
+    for dim, index in positions.items():
+        padding = (index < 0).nonzero().squeeze(1)
+        if padding.numel():
+            narrow.index_fill_(dim, padding, 0)
+    return narrow if positions else dense.clone()
+
+
+def scatter_(dense: Tensor, narrow: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
+    """Write a narrow tensor over its dense counterpart, in place; other dense elements and padding are left alone."""
+    filled = {}
+    for dim, index in positions.items():
+        real = (index >= 0).nonzero().squeeze(1)
+        if real.numel() < index.numel():
+            narrow, index = narrow.index_select(dim, real), index.index_select(0, real)
+        filled[dim] = index
+    if not filled:
+        return dense.copy_(narrow)
+    if len(filled) == 1:
+        ((dim, index),) = filled.items()
+        return dense.index_copy_(dim, index, narrow)
+    if _cuts_kernels(dense, filled):
+        flat = (filled[0][:, None] * dense.shape[1] + filled[1]).view(-1)
+        dense.view(dense.shape[0] * dense.shape[1], -1).index_copy_(0, flat, narrow.reshape(flat.numel(), -1))
+        return dense
+    first, last = min(filled), max(filled)
+    index = tuple(  # a dimension between two that are cut is indexed too, so that the indexed ones are adjacent
+        filled.get(dim, torch.arange(dense.shape[dim], device=dense.device)).view(-1, *[1] * (last - dim))
+        for dim in range(first, last + 1)
+    )
+    dense[(slice(None),) * first + index] = narrow
+    return dense
+
+
+def _cuts_kernels(tensor: Tensor, positions: Mapping[int, Tensor]) -> bool:
+    """Whether the two leading dimensions, and only they, are cut, before kernels that are contiguous in memory."""
+    return positions.keys() == {0, 1} and tensor.dim() > 2 and tensor.is_contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """One dense tensor and its narrow counterpart, of the same type.
+    """One dense tensor and its narrow counterpart, of the same type and on the same device.
 
     Attributes:
-        dense: any strides, also 0; on the device of `narrow`, or on the host where that is a GPU.
+        dense: any strides, also 0.
         narrow: without gaps, its dimensions in any order in memory.
-        starts: {dimension: where its entries begin in `places`}, for the dimensions that are cut.
+        starts: {dimension that is cut: where its positions begin in the row}.
     """
 
     dense: Tensor
@@ -46,8 +97,7 @@ class Move:
 
     def __post_init__(self) -> None:
         dense, narrow = self.dense, self.narrow
-        apart = dense.device != narrow.device and not (narrow.is_cuda and dense.device.type == "cpu")
-        if dense.dtype != narrow.dtype or apart or dense.dim() != narrow.dim():
+        if dense.dtype != narrow.dtype or dense.device != narrow.device or dense.dim() != narrow.dim():
             raise ValueError(
                 f"`dense` is {dense.dtype} with {dense.dim()} dimensions on {dense.device}, `narrow` {narrow.dtype} "
                 f"with {narrow.dim()} on {narrow.device}; they must be of one kind"
@@ -62,11 +112,11 @@ class Move:
 
     @property
     def _order(self) -> list[int]:
-        """Dimensions as they lie in memory, the outermost first."""
+        """Dimensions by stride, the outermost first."""
         return sorted(range(self.narrow.dim()), key=lambda dim: (-self.narrow.stride()[dim], -self.narrow.shape[dim]))
 
     def dims(self) -> list[tuple[int, int, int]]:
-        """(size, dense stride, start in `places` or -1) of every dimension in memory; whole neighbours are one."""
+        """(size, dense stride, start in the row or -1) of every dimension in memory; whole neighbours are one."""
         merged: list[tuple[int, int, int]] = []
         for dim in self._order:
             size, stride, start = self.narrow.shape[dim], self.dense.stride(dim), self.starts.get(dim, -1)
@@ -78,58 +128,9 @@ class Move:
                 merged.append((size, stride, start))
         return merged
 
-    @property
-    def reachable(self) -> bool:
-        """Whether a kernel on the device of `narrow` can read and write `dense`."""
-        return self.dense.device == self.narrow.device or self.dense.is_pinned()
-
-    @torch.no_grad()
-    def gather_(self, places: Tensor, but: Tensor | None = None) -> None:
-        """One tensor alone, by plain operations."""
-        for box in self._boxes(places, but):
-            value = self.dense.detach()
-            for dim, (_, there) in box.items():
-                there = there.to(value.device)
-                value = value.index_select(dim, there.clamp(min=0))
-                value.index_fill_(dim, (there < 0).nonzero().squeeze(1), 0)
-            narrow = self.narrow.detach()
-            if but is None:
-                narrow.copy_(value)
-            else:
-                narrow[_mesh(narrow, {dim: here for dim, (here, _) in box.items()})] = value.to(narrow.device)
-
-    @torch.no_grad()
-    def scatter_(self, places: Tensor, but: Tensor | None = None) -> None:
-        for box in self._boxes(places, but):
-            value, index = self.narrow.detach(), {}
-            for dim, (here, there) in box.items():
-                filled = there >= 0
-                value, index[dim] = value.index_select(dim, here[filled]), there[filled]
-            dense = self.dense.detach()
-            dense[_mesh(dense, index)] = value.to(dense.device)
-
-    def _boxes(self, places: Tensor, but: Tensor | None) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-        """{dimension that is cut: (coordinates, indices of the dense counterparts)} of boxes that hold what moves."""
-        box = {dim: torch.arange(self.narrow.shape[dim], device=places.device) for dim in self.starts}
-        if but is None:
-            yield self._located(box, places)
-            return
-        for dim, start in self.starts.items():  # what is left alone is a box, and the rest are as many as are cut
-            alone = but[start : start + self.narrow.shape[dim]] >= 0
-            yield self._located({**box, dim: (~alone).nonzero().squeeze(1)}, places)
-            box[dim] = alone.nonzero().squeeze(1)
-
-    def _located(self, box: dict[int, Tensor], places: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        return {dim: (here, places[self.starts[dim] + here].long()) for dim, here in box.items()}
-
-
-def _mesh(tensor: Tensor, index: Mapping[int, Tensor]) -> Any:
-    """What indexes a tensor along some of its dimensions at once."""
-    found = []
-    for dim, size in enumerate(tensor.shape):
-        here = index[dim].to(tensor.device) if dim in index else torch.arange(size, device=tensor.device)
-        found.append(here.view(-1, *[1] * (tensor.dim() - 1 - dim)))
-    return tuple(found) if found else ...
+    def positions(self, row: Tensor) -> dict[int, Tensor]:
+        """The positions of this tensor among those of all of them."""
+        return {dim: row[at : at + self.narrow.shape[dim]].long() for dim, at in self.starts.items()}
 
 
 class Moves:
@@ -140,38 +141,35 @@ class Moves:
         ends = (start + m.narrow.shape[dim] for m in self._moves for dim, start in m.starts.items())
         self._end = max(ends, default=0)
         self._tables: list[_Table] = []
-        if self._moves and use_triton(self._moves[0].narrow) and all(move.reachable for move in self._moves):
+        if self._moves and use_triton(self._moves[0].narrow):
             sizes = sorted({move.narrow.element_size() for move in self._moves})
             self._tables = [_Table([m for m in self._moves if m.narrow.element_size() == size]) for size in sizes]
 
-    def gather_(self, places: Tensor, but: Tensor | None = None) -> None:
-        """Fill the narrow tensors; elements without a counterpart become 0.
+    @torch.no_grad()
+    def gather_(self, row: Tensor) -> None:
+        """Fill the narrow tensors.
 
         Args:
-            but: like `places`; an element that has an entry of at least 0 along every dimension that is cut is left
-                alone, and so are tensors of which none is cut.
+            row: int32, the positions of all tensors.
         """
-        self._run("gather", places, but)
+        self._check(row)
+        for table in self._tables:
+            table.launch("gather", row)
+        for move in () if self._tables else self._moves:
+            move.narrow.detach().copy_(gather(move.dense.detach(), move.positions(row)))
 
-    def scatter_(self, places: Tensor, but: Tensor | None = None) -> None:
-        """Write the narrow tensors over the dense ones; what has no narrow counterpart there is left alone.
+    @torch.no_grad()
+    def scatter_(self, row: Tensor) -> None:
+        """Write the narrow tensors over the dense ones; `row` as for `gather_`."""
+        self._check(row)
+        for table in self._tables:
+            table.launch("scatter", row)
+        for move in () if self._tables else self._moves:
+            scatter_(move.dense.detach(), move.narrow.detach(), move.positions(row))
 
-        Args:
-            but: as for `gather_`.
-        """
-        self._run("scatter", places, but)
-
-    def _run(self, way: str, places: Tensor, but: Tensor | None) -> None:
-        for name, one in (("places", places), ("but", but)):
-            # The kernel would read what is not there.
-            if one is not None and (one.numel() < self._end or not one.is_contiguous()):
-                raise ValueError(f"`{name}` has shape {tuple(one.shape)}; these moves need {self._end} in a row")
-        if self._tables:
-            for table in self._tables:
-                table.launch(way, places, but)
-        else:
-            for move in self._moves:
-                (move.gather_ if way == "gather" else move.scatter_)(places, but)
+    def _check(self, row: Tensor) -> None:
+        if row.numel() < self._end or not row.is_contiguous():  # the kernel would read what is not there
+            raise ValueError(f"`row` has shape {tuple(row.shape)}; these moves need {self._end} positions in a row")
 
 
 class _Table:
@@ -194,17 +192,16 @@ class _Table:
         self._device = moves[0].narrow.device
         self._rows = _upload(torch.tensor(rows, dtype=torch.int64), self._device)
         self._blocks = _upload(torch.stack([number, first], dim=1).int(), self._device)
-        crosses = any(move.dense.device != self._device for move in moves)
-        self._num_programs = min(number.numel(), CROSSING) if crosses else number.numel()
+        self._num_programs = number.numel()
         self._kind = torch.zeros(1, dtype=_INTEGERS[moves[0].narrow.element_size()], device=self._device)
 
-    def launch(self, way: str, places: Tensor, but: Tensor | None) -> None:
+    def launch(self, way: str, row: Tensor) -> None:
         from slimstart.kernels import moves_triton
 
         kernel = moves_triton.gather if way == "gather" else moves_triton.scatter
-        with torch.cuda.device_of(places):
+        with torch.cuda.device_of(row):
             kernel[(self._num_programs,)](
-                self._kind, self._blocks, self._rows, places, but, len(self._blocks), self._num_dims, BLOCK
+                self._kind, self._blocks, self._rows, row, len(self._blocks), self._num_dims, BLOCK
             )
 
 

@@ -6,13 +6,12 @@ import triton.language as tl
 
 
 @triton.jit
-def _locate(kind, block, rows, places, but, DIMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Addresses of a block's elements on both sides, which of them move, and which have a dense counterpart."""
+def _locate(kind, block, rows, places, DIMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Addresses of a block's elements on both sides, which of them exist, and which have a dense counterpart."""
     row = rows + tl.load(block) * (3 + 3 * DIMS)
     rest = tl.load(block + 1) + tl.arange(0, BLOCK)
     exists = rest < tl.load(row + 2)
     filled = exists
-    alone = exists
     narrow = tl.load(row).to(kind.dtype) + rest
     dense = tl.load(row + 1).to(kind.dtype)
     offset = tl.zeros([BLOCK], dtype=tl.int64)
@@ -26,26 +25,21 @@ def _locate(kind, block, rows, places, but, DIMS: tl.constexpr, BLOCK: tl.conste
             rest = rest // size
         start = tl.load(dim + 2)
         cut = exists & (rest * 0 + start >= 0)
-        if but is not None:
-            alone &= tl.load(but + start + index, mask=cut, other=0) >= 0
         index = tl.where(cut, tl.load(places + start + index, mask=cut, other=-1), index)
         filled &= index >= 0
         offset += index.to(tl.int64) * tl.load(dim + 1)
-    moves = exists
-    if but is not None:
-        moves = exists & (alone == 0)
-    return narrow, dense + offset, moves, filled & moves
+    return narrow, dense + offset, exists, filled
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def gather(kind, blocks, rows, places, but, num_blocks, DIMS: tl.constexpr, BLOCK: tl.constexpr):
+def gather(kind, blocks, rows, places, num_blocks, DIMS: tl.constexpr, BLOCK: tl.constexpr):
     for number in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0), num_stages=1):
-        narrow, dense, moves, filled = _locate(kind, blocks + 2 * number, rows, places, but, DIMS, BLOCK)
-        tl.store(narrow, tl.load(dense, mask=filled, other=0), mask=moves)
+        narrow, dense, exists, filled = _locate(kind, blocks + 2 * number, rows, places, DIMS, BLOCK)
+        tl.store(narrow, tl.load(dense, mask=filled, other=0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def scatter(kind, blocks, rows, places, but, num_blocks, DIMS: tl.constexpr, BLOCK: tl.constexpr):
+def scatter(kind, blocks, rows, places, num_blocks, DIMS: tl.constexpr, BLOCK: tl.constexpr):
     for number in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0), num_stages=1):
-        narrow, dense, _, filled = _locate(kind, blocks + 2 * number, rows, places, but, DIMS, BLOCK)
+        narrow, dense, _, filled = _locate(kind, blocks + 2 * number, rows, places, DIMS, BLOCK)
         tl.store(dense, tl.load(narrow, mask=filled), mask=filled)

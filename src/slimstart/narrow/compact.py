@@ -7,13 +7,14 @@ entries that the selection keeps, and the integer attributes that count channels
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from slimstart.graph import ChannelGraph, PaddedSelection, Port, Selection
-from slimstart.narrow.streams import Side, close_port, open_port, set_port
+from slimstart.graph import ChannelGraph, Port, Selection
+from slimstart.narrow.stream_ports import Dims, Side, close_port, open_port, set_port
 
 RECORD = "_slimstart_record"
 """Where a narrow module keeps its `Record`, for `slimstart.save`."""
@@ -56,33 +57,57 @@ def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.M
         selection: what stays, from `graph.select(mask)`.
         plain: do without `StreamPort`: layers on a residual stream become as wide as the stream, with rows of zeros.
     """
-    narrow: dict[int, object] = {}
-    for name, tensor in tensor_names(model).items():
-        kept = _carried(selection, name, tensor.detach()) if plain else selection.gather(name, tensor.detach())
-        kept = kept.clone() if kept.data_ptr() == tensor.data_ptr() else kept.contiguous(memory_format=_format(tensor))
-        is_parameter = isinstance(tensor, nn.Parameter)
-        narrow[id(tensor)] = nn.Parameter(kept, requires_grad=tensor.requires_grad) if is_parameter else kept
-    module = copy.deepcopy(model, narrow)
-    set_attributes(module, selection, plain)
-    dense = {name: tuple(tensor.shape) for name, tensor in tensor_names(model).items()}
-    vars(module)[RECORD] = Record(tuple(selection.graph.attributes), dense)
-    if not plain:
-        for name in ports_in(selection.graph):
-            layer = module.get_submodule(name)
-            open_port(layer)
-            if not point_port(layer, name, selection):
-                close_port(layer)
+    return narrow_copy(model, tensor_names(model), selection, plain)
+
+
+def narrow_copy(
+    model: nn.Module,
+    dense: Mapping[str, Tensor],
+    selection: Selection,
+    plain: bool = False,
+    device: torch.device | None = None,
+) -> nn.Module:
+    """A copy of a model of any width that has the tensors of a selection.
+
+    Args:
+        dense: dense values by name, of everything that can shrink.
+        plain: as for `compact`.
+        device: of the copy, if not that of the dense values.
+    """
+    memo: dict[int, object] = {}
+    tensors = tensor_names(model)
+    for name in selection.graph.tensors:
+        narrow = narrow_tensor(selection, name, dense[name].detach(), plain).to(device or dense[name].device)
+        is_parameter = isinstance(tensors[name], nn.Parameter)
+        memo[id(tensors[name])] = nn.Parameter(narrow, tensors[name].requires_grad) if is_parameter else narrow
+    module = copy.deepcopy(model, memo)
+    for owner, attribute, value in attribute_values(module, selection, plain):
+        setattr(owner, attribute, value)
+    shapes = {
+        name: tuple(dense[name].shape if name in selection.graph.tensors else t.shape) for name, t in tensors.items()
+    }
+    vars(module)[RECORD] = Record(tuple(selection.graph.attributes), shapes)
+    for name in ports_in(selection.graph):
+        layer = module.get_submodule(name)
+        open_port(layer)
+        if plain or not point_port(layer, name, selection):
+            close_port(layer)
     return module
 
 
-def _format(tensor: Tensor) -> torch.memory_format:
-    """How a tensor lies in memory: a narrow network is as fast as its dense one only if it lies there likewise."""
-    last = tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
+def narrow_tensor(selection: Selection, name: str, dense: Tensor, plain: bool = False) -> Tensor:
+    """The narrow tensor of a dense one, with its dimensions in the same order in memory; arguments as for `compact`."""
+    narrow = _carried(selection, name, dense) if plain else selection.gather(name, dense)
+    order = sorted(range(dense.dim()), key=lambda dim: -dense.stride()[dim])
+    if order == list(range(dense.dim())):
+        return narrow.contiguous()
+    inverse = [order.index(dim) for dim in range(dense.dim())]
+    return narrow.permute(order).contiguous().permute(inverse)
 
 
 def _carried(selection: Selection, name: str, dense: Tensor) -> Tensor:
     """As wide as the tensors around the layer, with zeros where the layer itself has nothing."""
+    dense = dense.clone()
     for piece in selection.graph.tensors.get(name, ()):
         carried = selection.present(piece.carried).nonzero().squeeze(1)
         absent = (~selection.present(piece.axis)[carried]).nonzero().squeeze(1)
@@ -92,12 +117,14 @@ def _carried(selection: Selection, name: str, dense: Tensor) -> Tensor:
     return dense
 
 
-def set_attributes(module: nn.Module, selection: Selection, plain: bool = False) -> None:
-    """Set the integers that count channels."""
+def attribute_values(
+    module: nn.Module, selection: Selection, plain: bool = False
+) -> Iterator[tuple[nn.Module, str, int]]:
+    """(owner, attribute, value) of the integers that count channels."""
     for (owner, attribute), counter in selection.graph.attributes.items():
         axis = counter.carried if plain else counter.axis
         gone = selection.graph.axes[axis].numel() - selection.count(axis)
-        setattr(module.get_submodule(owner), attribute, counter.dense - gone)
+        yield module.get_submodule(owner), attribute, counter.dense - gone
 
 
 def ports_in(graph: ChannelGraph) -> list[str]:
@@ -107,6 +134,13 @@ def ports_in(graph: ChannelGraph) -> list[str]:
 
 def point_port(layer: nn.Module, name: str, selection: Selection) -> bool:
     """Point a layer's port at what the selection keeps; returns whether it is needed."""
+    sides, width, dims = port_sides(name, selection)
+    set_port(layer, sides[0], sides[1], width, dims)
+    return any(side is not None for side in sides)
+
+
+def port_sides(name: str, selection: Selection) -> tuple[list[Side | None], int, Dims]:
+    """What a layer reads and writes of the streams around it, the width of the latter, and the channel dimensions."""
     graph, dims = selection.graph, [0, 0]
     sides: list[Side | None] = [None, None]
     width = 0
@@ -115,8 +149,7 @@ def point_port(layer: nn.Module, name: str, selection: Selection) -> bool:
             port = ports[name]
             dims[side], width = port.dim, selection.count(port.carried)
             sides[side] = _side(selection, port)
-    set_port(layer, sides[0], sides[1], width, (dims[0], dims[1]))
-    return any(side is not None for side in sides)
+    return sides, width, (dims[0], dims[1])
 
 
 def _side(selection: Selection, port: Port) -> Side | None:
@@ -125,8 +158,8 @@ def _side(selection: Selection, port: Port) -> Side | None:
     if torch.equal(carried, live):
         return None
     real = selection.real(port.live) & selection.real(port.carried)
-    seats = [torch.where(real, torch.cumsum(there, 0) - 1, -1) for there in (carried, live)]
-    return Side(seats[0][live], seats[1][carried] if isinstance(selection, PaddedSelection) else None)
+    positions = [torch.where(real, torch.cumsum(there, 0) - 1, -1) for there in (carried, live)]
+    return Side(positions[0][live], positions[1][carried] if selection.padded else None)
 
 
 def masked(model: nn.Module, selection: Selection) -> nn.Module:

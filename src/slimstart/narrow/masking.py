@@ -14,7 +14,7 @@ from torch import Tensor
 from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.narrow.compact import tensor_names
-from slimstart.narrow.state_hooks import remove_from
+from slimstart.narrow.hooks import remove_hooks
 
 
 class MaskedNetwork:
@@ -32,7 +32,7 @@ class MaskedNetwork:
 
     def __init__(self, model: torch.nn.Module, graph: ChannelGraph) -> None:
         self.module = copy.deepcopy(model)
-        remove_from(self.module)
+        remove_hooks(self.module)
         self._costs = graph.costs
         device = device_of(model)
         self._events = graph.costs.events.to(device)

@@ -1,31 +1,57 @@
-"""The networks of a draw: the one that is trained, with the optimizer that trains it, and its references.
+"""The narrow networks of a training: the user's own module, its references, and the optimizer state that belongs to it.
 
-`Networks` gives every draw exactly the channels that it keeps, so shapes change with every draw. `SlotNetworks`, in
-`slotted.py`, is the same with shapes that stay.
+`Networks` makes the user's module the network of a mask, and of another one, and of another one. Parameters stay the
+same objects; their data, the optimizer's state, the integer attributes and the ports of layers on streams follow the
+mask. A change is prepared as a whole (`change.py`), from the store of dense tensors (`store.py`).
+
+A network is exactly as wide as its mask, or, with a `Planner`, has capacity to spare (`capacity.py`): shapes then
+change seldom. With `static`, tensors also keep their addresses while the capacity does, so that captured steps stay
+valid; and where the store is on the same device, three steps that read no value on the host move a network to another
+draw, so that a CUDA graph can hold them:
+
+    propose()        masks -> positions, and whether they fit the capacity
+    leave()          the network that is trained -> the store
+    accept()         the proposed positions are taken: the store -> the network that is trained
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from slimstart.graph import ChannelGraph, Selection
-from slimstart.narrow.optimizer_state import OptimizerLink
-from slimstart.narrow.subnet import Subnet
-
-Named = Sequence[tuple[str, Tensor, Tensor]]
-"""(name, dense, narrow), of weights, statistics or optimizer state."""
+from slimstart.kernels import Move, Moves
+from slimstart.narrow.capacity import Capacity, Layout, Planner, Positions
+from slimstart.narrow.change import Change
+from slimstart.narrow.compact import (
+    RECORD,
+    Record,
+    attribute_values,
+    narrow_copy,
+    port_sides,
+    ports_in,
+    tensor_names,
+    tensor_places,
+)
+from slimstart.narrow.hooks import remove_hooks
+from slimstart.narrow.optimizer_state import Entry, entries
+from slimstart.narrow.store import Key, Store
+from slimstart.narrow.stream_ports import Side, close_port, open_port, set_port
 
 
 @dataclass(frozen=True)
 class Executed:
-    """What runs in a step, zeros of padding included.
+    """What runs in a step, padding included.
 
     Attributes:
         flops: of one example through the network that is trained.
@@ -38,153 +64,619 @@ class Executed:
     num_filters: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of weights, statistics and optimizer state that have crossed a bus.
+class Network:
+    """A module whose tensors are those of a selection; the same module for ever.
 
-    Attributes:
-        up: from the dense model to narrow networks.
-        down: back.
+    Args:
+        module: of the class of the graph's model, with the same names.
+        graph: of the model.
     """
 
-    up: int
-    down: int
+    def __init__(self, module: nn.Module, graph: ChannelGraph) -> None:
+        self.module, self.graph = module, graph
+        places = tensor_places(module)
+        self._owners = {
+            name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
+        }
+        self._parameters = {name: p for name, p in module.named_parameters() if name in graph.tensors}
+        self.ports = {name: module.get_submodule(name) for name in ports_in(graph)}
+
+    def tensor(self, name: str) -> Tensor:
+        """The narrow tensor of this name, as it is now: `model.to(...)` replaces buffers."""
+        owner, key = self._owners[name][0]
+        tensor: Tensor = getattr(owner, key)
+        return tensor
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that can shrink, by name."""
+        return self._parameters
+
+    def check(self) -> None:
+        """Refuse a module in which somebody has exchanged a layer or a parameter."""
+        for name, parameter in self._parameters.items():
+            for owner, key in self._owners[name]:
+                if owner._parameters.get(key) is not parameter:
+                    raise RuntimeError(
+                        f"{name!r} of the model is another parameter than when the SparseTraining was made. Replace layers "
+                        "before that, or protect them with `keep`; `finish` comes before other changes"
+                    )
+
+    def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
+        """Become the network of a selection, with the values of a store."""
+        assign = change.copy if in_place else change.swap
+        for name in self.graph.tensors:
+            assign(self.tensor(name), store.read(Key(name), selection, device))
+        for owner, attribute, value in attribute_values(self.module, selection):
+            change.set(owner, attribute, value)
+
+    def point_ports(self, change: Change, selection: Selection) -> None:
+        """Point the ports of layers on streams at what a selection keeps."""
+        for name, layer in self.ports.items():
+            sides, width, dims = port_sides(name, selection)
+            change.call(set_port, layer, sides[0], sides[1], width, dims)
+
+
+class Companion(Network):
+    """A second network beside the model: it shares parameters that cannot shrink, and has buffers of its own.
+
+    So a forward through it leaves no trace in the model.
+    """
+
+    def __init__(self, networks: Networks) -> None:
+        model, graph = networks.model, networks.graph
+        memo: dict[int, object] = {}
+        for name, tensor in tensor_names(model).items():
+            if name in graph.tensors:
+                empty = tensor.detach().new_empty(0)
+                memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+            elif isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = tensor
+        module = copy.deepcopy(model, memo)
+        remove_hooks(module)
+        super().__init__(module, graph)
+        self._pairs = list(zip(model.modules(), module.modules(), strict=True))
+        self._seen: dict[str, tuple[int, int]] = {}  # versions of both buffers when they were last equal
+        ports = set(self.ports.values())
+        shrinking = {id(networks.tensor(name)) for name in graph.tensors}
+        self._buffers = [
+            (f"{number}.{key}", mine, twin, key)
+            for number, (mine, twin) in enumerate(self._pairs)
+            for key, buffer in mine._buffers.items()
+            if buffer is not None and not (twin in ports and key.startswith("stream_"))
+            if id(buffer) not in shrinking
+        ]
+        self.selection: Selection | None = None
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Be in the model's modes, and have the values of its buffers that cannot shrink."""
+        for mine, twin in self._pairs:
+            if twin.training is not mine.training:  # to set an attribute of a module takes far longer than to look
+                twin.training = mine.training
+        for name, owner, twin, key in self._buffers:
+            buffer, own = owner._buffers[key], twin._buffers[key]
+            if buffer is None or own is None or self._seen.get(name) == (buffer._version, own._version):
+                continue
+            if (own.shape, own.dtype, own.device) == (buffer.shape, buffer.dtype, buffer.device):
+                own.copy_(buffer)
+            else:
+                own = twin._buffers[key] = buffer.detach().clone()
+            self._seen[name] = (buffer._version, own._version)
+
+    def become(self, store: Store, selection: Selection, device: torch.device) -> None:
+        """Be the network of a selection."""
+        change = Change()
+        self.fill(change, store, selection, device, in_place=False)
+        self.point_ports(change, selection)
+        change.apply()
+        torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
+        self.selection = selection
+        self.follow()
 
 
 class Networks:
-    """Exactly what a draw keeps.
-
-    The dense model is the truth about everything that is not in a draw, and, after `store`, about everything.
+    """The user's model as the network of a draw, with the optimizer state that belongs to it, and its references.
 
     Args:
-        model: the dense model.
-        optimizer: over its parameters; it holds the narrow ones from the first `enter` on.
+        model: dense; narrow from the first change on.
+        optimizers: over its parameters.
         graph: of the model.
-        device: for the narrow networks, if not that of the dense model: see `resident.py`.
+        planner: chooses capacity to spare; None for networks exactly as wide as their mask.
+        static: tensors keep their addresses as long as the capacity does.
+        device: of the narrow networks, where the dense tensors are to stay on the host.
 
     Attributes:
-        masks: (n, U), of the present draw, as they were drawn. The first network is trained.
-        net: the narrow network that is trained.
-        version: another one whenever tensors of `net` have been exchanged for others.
+        store: the dense tensors.
+        masks: (n, U), of the present draw. The first network is trained.
+        version: changes whenever tensors of the model have got other storages.
     """
 
     masks: Tensor
+    proposed: Positions
+    proposed_masks: Tensor
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, graph: ChannelGraph, device: torch.device | None = None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        graph: ChannelGraph,
+        planner: Planner | None = None,
+        static: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        self.graph, self.model, self._device = graph, model, device
-        self.net = Subnet(model, graph, device)
-        self.reference = self._companion()
-        named = dict(model.named_parameters())
-        narrow = {name: named[name] for name in (graph.tensors if device is None else named) if name in named}
-        self.link = OptimizerLink(optimizer, narrow)
+        self.model, self.graph, self._optimizers = model, graph, tuple(optimizers)
+        self._planner, self._static, self._device = planner, static, device
+        self._network = Network(model, graph)
+        self._names = {id(parameter): name for name, parameter in self._network.parameters.items()}
+        self.store = Store({name: self._network.tensor(name) for name in graph.tensors}, host=device is not None)
+        self.masks = torch.ones(1, graph.num_units, dtype=torch.bool)
+        self.capacity: Capacity | None = None
         self.version = 0
+        self.followers: list[tuple[Network, Store]] = []
+        self._selection: Selection | None = None
+        self._layout: Layout | None = None
+        self._companion: Companion | None = None
         self._units: dict[int, Tensor] = {}  # along axes that were asked for
-        self._units_of = -1  # the version that they are of
+        self._units_version = -1
+        self._real: dict[str, Tensor] = {}  # for every padded parameter, 1 where it is real and 0 where it is padding
+        self._zeroing: dict[str, RemovableHandle] = {}
+        self._zeroing_on = True
+        self._known: Any = None  # what the tables of moves were made for
 
-    def _companion(self) -> Subnet:
-        """Another narrow network beside the one that is trained."""
-        return Subnet(self.model, self.graph, self._device, None if self._device is None else self.net)
+    # --- what there is -----------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """Where the narrow networks are."""
         return self._device or next(self.model.parameters()).device
 
-    def enter(self, masks: Tensor, keep_probs: Tensor | None, look: bool = True) -> None:
-        """Become the networks of another draw; what the last ones have learned must have been stored.
+    @property
+    def module(self) -> nn.Module:
+        """The network that is trained."""
+        return self.model
 
-        Args:
-            masks: (n, U) raw draws.
-            keep_probs: s, for room to be made with foresight; None where the structure is fixed.
-            look: whether to find out if less room would do.
-        """
-        self.masks = masks.clone()
-        self._load(self.graph.select(masks[0]))
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The narrow parameters by name."""
+        return self._network.parameters
 
-    def prepare(self, masks: Tensor) -> None:
-        """These masks will be the next draw: a time to begin with whatever takes long."""
+    def tensor(self, name: str) -> Tensor:
+        return self._network.tensor(name)
 
-    def exchange(self, masks: Tensor, keep_probs: Tensor | None, look: bool = True) -> None:
-        """Become the networks of the next draw, with what the present ones have learned; arguments as for `enter`."""
-        self.store()
-        self.enter(masks, keep_probs, look)
+    @property
+    def selection(self) -> Selection:
+        """What the model holds now, padding included."""
+        if self._moves_on_device or self._selection is None:
+            kept = self.graph.costs.at_least_one(self.masks[0])
+            frame = None if self._layout is None else self._layout.frame(kept)
+            self._selection = self.graph.select(kept, frame)
+        return self._selection
 
-    def _load(self, selection: Selection, ports: bool = True) -> None:
-        self.version += 1
-        self.net.load(selection, ports)
-        self.link.point(self.net.parameters, selection)
-        self.__dict__.pop("executed", None)
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The name of a parameter that can shrink; None for others."""
+        return self._names.get(id(parameter))
+
+    @property
+    def can_pad(self) -> bool:
+        """Whether networks may have capacity to spare."""
+        return self._planner is not None
+
+    def selection_of(self, masks: Tensor, capacity: Capacity | None) -> Selection:
+        """What the model would hold for a draw, with this capacity, or with what would be chosen now."""
+        if self._planner is None:
+            return self.graph.select(masks[0])
+        kept = self.graph.costs.at_least_one(masks.to(self.device))
+        capacity = capacity or self._planner(self.capacity, kept, None)
+        return self.graph.select(kept[0], Layout(self.graph, capacity, self.device).frame(kept[0]))
+
+    @property
+    def exact_selection(self) -> Selection:
+        """The same without padding."""
+        return self.graph.select(self.masks[0])
+
+    @property
+    def _moves_on_device(self) -> bool:
+        return self._static and self._layout is not None and not self.store.host
+
+    @property
+    def statistics(self) -> Sequence[Tensor]:
+        """Buffers that a forward may change."""
+        norms = [m for m in self.model.modules() if isinstance(m, _NormBase)]
+        buffers = {id(b): b for m in norms for b in m._buffers.values() if b is not None}
+        for name in self.graph.tensors:
+            tensor = self.tensor(name)
+            if not isinstance(tensor, nn.Parameter):
+                buffers.setdefault(id(tensor), tensor)
+        return list(buffers.values())
 
     def units_along(self, axis: int) -> Tensor:
-        """(n,) int64 on the device: whose unit each entry of the trained network is, along an axis of the graph.
-
-        The number of all units stands for none: an entry that always stays, or a passenger's.
-        """
-        assert self.net.selection is not None
-        if self._units_of != self.version:
-            self._units, self._units_of = {}, self.version
+        """(n,) int64 on the device: the unit of each position of an axis; the number of all units stands for none."""
+        if self._units_version != self.version:
+            self._units, self._units_version = {}, self.version
         if axis not in self._units:
-            units, kept = self.graph.units_along(axis), self.net.selection.kept(axis)
-            units = units if kept is None else units[kept]
+            units, positions = self.graph.units_along(axis), self.selection.positions(axis)
+            if positions is not None:
+                units = torch.where(positions < 0, -1, units[positions.clamp(min=0)])
             self._units[axis] = torch.where(units < 0, self.graph.num_units, units).to(self.device)
         return self._units[axis]
 
-    def references(self) -> Iterator[nn.Module]:
-        """The other networks of the draw, one after the other."""
-        for mask in self.masks[1:]:
-            self.reference.load(self.graph.select(mask))
-            yield self.reference.module
-
-    def of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
-        """Networks of other masks (n, U), one after the other, with the dense model's values; the draw stays."""
-        for mask in masks:
-            self.reference.load(self.graph.select(mask))
-            yield self.reference.module
-
-    def store(self) -> None:
-        """Write what the network and the optimizer have learned into the dense model and state."""
-        assert self.net.selection is not None
-        self.net.store()
-        self.link.store(self.net.selection)
-
-    def reload(self) -> None:
-        """The dense model has been loaded: take the new values over."""
-        assert self.net.selection is not None
-        self._load(self.net.selection)
-
-    def release(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """The optimizer is about to load a dense state dict."""
-
-    def adopt(self) -> None:
-        """The optimizer has loaded a dense state dict: take it over."""
-        assert self.net.selection is not None
-        self.version += 1
-        self.link.adopt(self.net.parameters, self.net.selection)
-
-    @cached_property
+    @property
     def executed(self) -> Executed:
         """What runs in a step now."""
+        if self._planner is not None and self.capacity is not None:
+            flops = self._planner.flops(self.capacity)
+            units = self._planner.typical_units(self.capacity)
+            return Executed(flops, (flops,) * (len(self.masks) - 1), num_filters(self.graph, units))
         frames = [self.graph.select(mask) for mask in self.masks.cpu()]
         costs = [self.graph.flops_within(frame.happens[:-1]) for frame in frames]
         return Executed(costs[0], tuple(costs[1:]), num_filters(self.graph, frames[0].mask))
 
-    @property
-    def traffic(self) -> Traffic:
-        """What has crossed the bus so far, where the dense model is on the other side of one."""
-        return Traffic(0, 0)
+    # --- a change of structure ---------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Bring the store up to date with the model and the optimizers."""
+        if self._moves_on_device:
+            self.refresh()
+            self.leave()
+            return
+        for name in self.graph.tensors if self.version else ():
+            self.store.write(Key(name), self.selection, self.tensor(name).detach())
+        for entry in self._entries():
+            self.store.write(Key(entry.name, entry.key), self.selection, entry.value, self._start(entry))
+
+    def _entries(self) -> list[Entry]:
+        return list(entries(self._optimizers, self._names))
+
+    def _start(self, entry: Entry) -> float:
+        """What a state tensor starts from, where the store has none yet."""
+        return 0.0 if Key(entry.name, entry.key) in self.store else entry.initial
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def prepare(
+        self,
+        masks: Tensor,
+        keep_probs: Tensor | None = None,
+        look: bool = True,
+        store: Store | None = None,
+        capacity: Capacity | None = None,
+    ) -> Change:
+        """Everything that makes the model, and the optimizers' state, those of another draw.
+
+        Args:
+            masks: (n, U) raw draws.
+            keep_probs: s, to choose capacity with foresight; None where the structure is fixed.
+            look: whether to find out if less capacity would do.
+            store: dense tensors to take in place of the present ones, which are forgotten then.
+            capacity: to have in place of one that is chosen.
+        """
+        self._network.check()
+        if store is None:
+            self.flush()
+        change, layout, frame = Change(), None, None
+        kept = masks.clone()
+        if self._planner is not None:
+            kept = self.graph.costs.at_least_one(masks.to(self.device))
+            capacity = capacity or self._planner(self.capacity, kept, keep_probs, look)
+            layout = self._layout
+            if layout is None or capacity is not self.capacity or kept.shape != self.masks.shape:
+                layout = Layout(self.graph, capacity, self.device)
+            frame = layout.frame(kept[0])
+        selection = self.graph.select(kept[0], frame)
+        in_place = self._static and layout is not None and layout is self._layout and store is None
+        self._network.fill(change, store or self.store, selection, self.device, in_place)
+        for entry in self._entries() if store is None else ():  # who brings a store brings the optimizers' state too
+            value = self.store.read(Key(entry.name, entry.key), selection, self.device)
+            change.copy(entry.value, value) if in_place else change.put(entry.state, entry.key, value)
+        if self._device is not None and not self.version:
+            self._move_whole(change, self._device)
+        for network, own in self.followers:
+            for name in self.graph.tensors if self.version else ():
+                own.write(Key(name), self.selection, network.tensor(name).detach())
+            network.fill(change, own, selection, self.device, in_place=False)
+            network.point_ports(change, selection)
+        if layout is None:
+            self._network.point_ports(change, selection)
+        change.call(self._clear_gradients)
+        change.set(self, "_selection", selection)
+        change.reshapes = not in_place
+        if not in_place:
+            change.set(self, "version", self.version + 1)
+        if store is not None:
+            change.set(self, "store", store)
+        if layout is None:
+            change.set(self, "masks", kept)
+        else:
+            positions = layout(kept)
+            if not bool(positions.fits):
+                raise AssertionError("a network of this capacity does not have its shapes; please report this")
+            change.set(self, "capacity", capacity)
+            self._prepare_padding(change, layout, kept, positions, selection, in_place)
+        return change
+
+    def _move_whole(self, change: Change, device: torch.device) -> None:
+        """What cannot shrink is not stored: it goes to the device with the narrow network, and stays there."""
+        for name, tensor in tensor_names(self.model).items():
+            if name not in self.graph.tensors:
+                change.swap(tensor, tensor.detach().to(device))
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items() if id(parameter) not in self._names else ():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        change.put(state, key, value.to(device))
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
+
+    def _prepare_padding(
+        self, change: Change, layout: Layout, kept: Tensor, positions: Positions, selection: Selection, in_place: bool
+    ) -> None:
+        """Positions, ports and padding of a network with capacity to spare."""
+        if in_place:
+            for mine, its in (
+                (self.masks, kept),
+                (self._positions.row, positions.row),
+                (self._positions.ports, positions.ports),
+            ):
+                change.copy(mine, its)
+            for name, mine in self._real.items():
+                change.copy(mine, self._real_entries(selection, name))
+            return
+        change.set(self, "_layout", layout)
+        change.set(self, "masks", kept)
+        change.set(self, "_positions", positions)
+        change.set(self, "proposed", positions.clone())
+        change.set(self, "proposed_masks", kept.clone())
+        change.set(self, "_reference_ports", positions.ports[0].clone())
+        change.set(self, "_companion", None)
+        change.set(self, "_known", None)
+        change.set(self, "_real", {name: self._real_entries(selection, name) for name in self.parameters})
+        self._set_ports(change, self._network, layout, positions.ports[0])
+        change.call(self._zero_padding_gradients)
+
+    # --- references --------------------------------------------------------------------------------------------------
+
+    def references(self) -> Iterator[nn.Module]:
+        """The other networks of the draw, one after the other."""
+        if self._moves_on_device:
+            companion = self._static_companion()
+            companion.follow()
+            for number in range(1, len(self.masks)):
+                self.load_reference(number)
+                torch.clear_autocast_cache()
+                yield companion.module
+            return
+        yield from self._of_masks(self.masks[1:])
+
+    def of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
+        """Networks of other masks (n, U), one after the other, with the present weights."""
+        self.flush()
+        yield from self._of_masks(masks)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
+        if self._companion is None:
+            self._companion = Companion(self)
+        companion = self._companion if not self._moves_on_device else Companion(self)
+        for mask in masks:
+            frame = None
+            if self._layout is not None:
+                kept = self.graph.costs.at_least_one(mask.to(self.device))
+                fits = bool(self._layout(kept[None]).fits)  # shapes that the device has seen already
+                frame = self._layout.frame(kept) if fits else None
+            companion.become(self.store, self.graph.select(mask, frame), self.device)
+            yield companion.module
+
+    def copy_of(self, mask: Tensor | None = None, plain: bool = False) -> nn.Module:
+        """A plain network of a mask, by default the present one, with the present weights."""
+        self.flush()
+        selection = self.exact_selection if mask is None else self.graph.select(mask)
+        module = narrow_copy(self.model, self.store.tensors, selection, plain, self._device)
+        remove_hooks(module)
+        return module
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def finish(self, plain: bool = False) -> Change:
+        """Everything that leaves a plain module behind: no padding, no port that is not needed."""
+        self.flush()
+        change, selection = Change(), self.exact_selection
+        for name in self.graph.tensors:
+            change.swap(self.tensor(name), self.store.read(Key(name), selection, self.device, plain))
+        for entry in self._entries():
+            change.put(
+                entry.state, entry.key, self.store.read(Key(entry.name, entry.key), selection, self.device, plain)
+            )
+        for owner, attribute, value in attribute_values(self.model, selection, plain):
+            change.set(owner, attribute, value)
+        for network, own in self.followers:
+            for name in self.graph.tensors:
+                own.write(Key(name), self.selection, network.tensor(name).detach())
+                change.swap(network.tensor(name), own.read(Key(name), selection, self.device, plain))
+            for owner, attribute, value in attribute_values(network.module, selection, plain):
+                change.set(owner, attribute, value)
+        for network in (self._network, *(network for network, _ in self.followers)):
+            for name, layer in network.ports.items():
+                sides, width, dims = port_sides(name, selection)
+                if plain or all(side is None for side in sides):
+                    change.call(close_port, layer)
+                else:
+                    change.call(set_port, layer, sides[0], sides[1], width, dims)
+            dense = {name: self.store[Key(name)] for name in self.graph.tensors}
+            shapes = {name: tuple(dense.get(name, t).shape) for name, t in tensor_names(network.module).items()}
+            shapes = {name: shape for name, shape in shapes.items() if ".stream_" not in f".{name}"}
+            change.put(vars(network.module), RECORD, Record(tuple(self.graph.attributes), shapes))
+        for handle in self._zeroing.values():
+            change.call(handle.remove)
+        change.call(self._clear_gradients)
+        for attribute, value in (("_layout", None), ("_planner", None), ("_selection", selection), ("_real", {})):
+            change.set(self, attribute, value)
+        change.set(self, "version", self.version + 1)
+        return change
+
+    def open_ports(self, change: Change) -> None:
+        """Give layers on streams their ports, in the model."""
+        for layer in self._network.ports.values():
+            change.call(open_port, layer)
+
+    # --- padding -----------------------------------------------------------------------------------------------------
+
+    def _real_entries(self, selection: Selection, name: str) -> Tensor:
+        dense = self.store[Key(name)]
+        narrow = torch.ones(selection.shape(name, dense.shape), dtype=dense.dtype, device=self.device)
+        for dim, positions in selection.indices(name, self.device).items():
+            narrow.mul_((positions >= 0).to(dense.dtype).view([-1 if d == dim else 1 for d in range(dense.dim())]))
+        return _in_order_of(dense, narrow)
+
+    def _zero_padding_gradients(self) -> None:
+        """Keep gradients of padding at zero: otherwise it would learn.
+
+        Padding computes zero, but a gradient can reach it all the same: through a stream that another layer writes too,
+        or from an activation that does not keep zero.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and name not in self._zeroing:
+                hook = partial(self._zero_padding, name)
+                self._zeroing[name] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def _zero_padding(self, name: str, parameter: Tensor) -> None:
+        if self._zeroing_on and parameter.grad is not None and name in self._real:
+            parameter.grad.mul_(self._real[name])
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Gradients of padding are left as they come, until `zero_padding` clears them all at once."""
+        self._zeroing_on = False
+        try:
+            yield
+        finally:
+            self._zeroing_on = True
+
+    def zero_padding(self) -> None:
+        """Clear the gradients of all padding."""
+        with_grad = [
+            (p.grad, self._real[name]) for name, p in self.parameters.items() if p.grad is not None and self._real
+        ]
+        if with_grad:
+            torch._foreach_mul_([grad for grad, _ in with_grad], [real for _, real in with_grad])
+
+    def _set_ports(self, change: Change, network: Network, layout: Layout, buffer: Tensor) -> None:
+        """Point the ports at static positions."""
+        found: dict[str, list[Side | None]] = {name: [None, None] for name in network.ports}
+        for (name, is_write), (own, num_own, stream, num_stream) in layout.ports.items():
+            found[name][is_write] = Side(buffer[own : own + num_own], buffer[stream : stream + num_stream])
+        reads, writes = self.graph.reads, self.graph.writes
+        for name, (read, write) in found.items():
+            dims = reads[name].dim if name in reads else 0, writes[name].dim if name in writes else 0
+            width = 0 if write is None or write.back is None else len(write.back)
+            change.call(set_port, network.ports[name], read, write, width, dims)
+
+    # --- what a device does alone ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def propose(self, masks: Tensor) -> None:
+        """Find positions for raw masks on the device, in `proposed`."""
+        assert self._layout is not None
+        kept = self.graph.costs.at_least_one(masks)
+        self.proposed_masks.copy_(kept)
+        self.proposed.copy_(self._layout(kept))
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Write what the trained network holds into the store."""
+        self._moves.scatter_(self._positions.row[0])
+
+    @torch.no_grad()
+    def accept(self) -> None:
+        """Become the proposed networks."""
+        self.masks.copy_(self.proposed_masks)
+        self._positions.copy_(self.proposed)
+        self._moves.gather_(self._positions.row[0])
+        self._mark_real.gather_(self._positions.row[0])
+
+    def move(self) -> None:
+        """From the present networks to the proposed ones."""
+        self.leave()
+        self.accept()
+
+    @torch.no_grad()
+    def load_reference(self, number: int) -> None:
+        """Fill the reference network with the values of mask `number` (1, 2, ...)."""
+        self._in_reference.gather_(self._positions.row[number])
+        self._reference_ports.copy_(self._positions.ports[number])
 
     @property
-    def room(self) -> dict[str, Tensor]:
-        """What there is room for, where that is more than the draw; for checkpoints."""
-        return {}
+    def companions(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
+        """Networks that run forward beside the model in a captured step, each with what fills it before."""
+        if len(self.masks) == 1:
+            return []
+        companion = self._static_companion()
+        companion.follow()
+        return [(partial(self.load_reference, number), companion.module) for number in range(1, len(self.masks))]
 
-    def restore(self, masks: Tensor, room: Mapping[str, Tensor], keep_probs: Tensor | None) -> None:
-        """Be again what a checkpoint says, for a dense model that has been loaded."""
-        self.enter(masks, keep_probs)
+    def _static_companion(self) -> Companion:
+        """The reference network, whose tensors keep their addresses."""
+        self.refresh()
+        assert self._companion is not None
+        return self._companion
+
+    def refresh(self) -> None:
+        """Make the tables of moves again if there are other tensors: optimizer state after the first steps, say."""
+        self._zero_padding_gradients()
+        found = self._entries()
+        narrow = [self.tensor(name) for name in self.graph.tensors]
+        now = (self.version, *(t.data_ptr() for t in (*narrow, *(entry.value for entry in found))))
+        if now == self._known:
+            return
+        assert self._layout is not None
+        if len(self.masks) > 1 and self._companion is None:
+            self._companion = Companion(self)
+            change = Change()
+            kept = self.masks[1]
+            self._companion.fill(
+                change, self.store, self.graph.select(kept, self._layout.frame(kept)), self.device, False
+            )
+            self._set_ports(change, self._companion, self._layout, self._reference_ports)
+            change.apply()
+        if self._known is not None:
+            self.version += 1
+        moves = [
+            self._move(name, self.store.like(Key(name), self.tensor(name).detach()), self.tensor(name).detach())
+            for name in self.graph.tensors
+        ]
+        for entry in found:
+            dense = self.store.like(Key(entry.name, entry.key), entry.value, self._start(entry))
+            moves.append(self._move(entry.name, dense, entry.value))
+        self._moves = Moves(moves)
+        self._mark_real = Moves([self._move(name, self._ones(name, real), real) for name, real in self._real.items()])
+        if self._companion is not None:
+            self._in_reference = Moves(
+                [self._move(n, self.store[Key(n)], self._companion.tensor(n).detach()) for n in self.graph.tensors]
+            )
+        self._known = (self.version, *now[1:])
+
+    def _ones(self, name: str, like: Tensor) -> Tensor:
+        return torch.ones((), dtype=like.dtype, device=like.device).expand(self.store[Key(name)].shape)
+
+    def _move(self, name: str, dense: Tensor, narrow: Tensor) -> Move:
+        assert self._layout is not None
+        return Move(dense, narrow, {p.dim: self._layout.start[p.axis] for p in self.graph.tensors.get(name, ())})
 
 
 def num_filters(graph: ChannelGraph, units: Tensor) -> dict[str, int]:
     """How many filters of each layer go with these units, those that are always there included."""
     return {name: int((units[owner.clamp(min=0)] | (owner < 0)).sum()) for name, owner in graph.filters.items()}
+
+
+def _in_order_of(dense: Tensor, narrow: Tensor) -> Tensor:
+    order = sorted(range(dense.dim()), key=lambda dim: -dense.stride()[dim])
+    inverse = [order.index(dim) for dim in range(dense.dim())]
+    return narrow.permute(order).contiguous().permute(inverse)

@@ -25,7 +25,7 @@ from slimstart.bench_records import Bench, Row
 from slimstart.errors import BudgetError, ConfigError
 from slimstart.graph import trace
 from slimstart.narrow import compact
-from slimstart.narrow.streams import StreamPort
+from slimstart.narrow.stream_ports import StreamPort
 from slimstart.recipes import surroundings
 from slimstart.recipes.bench_contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
 from slimstart.recipes.bench_settings import Settings

@@ -1,4 +1,4 @@
-"""Behind the forwards: gradients, clipping and the optimizer's step, the same for eager and captured steps."""
+"""After the forwards: gradients, clipping and the optimizers' step, the same for eager and captured steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Backward:
     """From a loss to new weights.
 
     Attributes:
-        optimizer: of the network that is trained.
+        optimizers: of the network that is trained.
         max_grad_norm: the norm of all gradients together is clipped at this, if given.
         scaler: of the loss, for float16, if given and enabled. A step with infinite gradients is skipped by it.
-        also: what learns from the same backward beside the weights, if anything; called behind the optimizer's step
-            with a bool scalar on the device, false where nothing may change.
+        also: what learns from the same backward beside the weights, if anything; called after the optimizers' step with
+            a bool scalar on the device, false where nothing may change.
     """
 
-    optimizer: Optimizer
+    optimizers: tuple[Optimizer, ...]
     max_grad_norm: float | None = None
     scaler: GradScaler | None = None
     also: Callable[[Tensor], None] | None = None
@@ -36,29 +36,42 @@ class Backward:
 
     def gradients(self, loss: Tensor) -> None:
         """Fill the gradients, in place of what they were."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, ok: Tensor) -> None:
-        """Clip, and let the optimizer make its step.
+        """Clip, and let the optimizers make their step.
 
         Args:
             ok: whether the loss is finite; for `also`.
         """
         if self.max_grad_norm is not None:
             if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
+            parameters = [
+                p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+            ]
             torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
             self.scaler.update()
         if self.also is not None:
             self.also(ok)
 
     def __call__(self, loss: Tensor) -> None:
         self.gradients(loss)
-        complete(self.optimizer)  # a parameter may have been thawed
+        for optimizer in self.optimizers:
+            complete(optimizer)  # a parameter may have been thawed
         self.step(torch.isfinite(loss.detach()))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one optimizer of captured steps."""
+        (only,) = self.optimizers
+        return only

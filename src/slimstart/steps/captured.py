@@ -21,7 +21,7 @@ from slimstart.kernels import Move, Moves
 from slimstart.steps import fusion
 from slimstart.steps.backward import Backward
 from slimstart.steps.capture import Pool, capture
-from slimstart.steps.eager import LossFunction
+from slimstart.steps.eager import LossFunction, detached, loss_of
 from slimstart.steps.optimizers import CapturedRates
 
 
@@ -45,10 +45,10 @@ class Subject(Protocol):
         """Networks that run forward beside it, each with what fills it before."""
 
     def without_hooks(self) -> AbstractContextManager[None]:
-        """Gradients are left as they come, until `silence`."""
+        """Gradients are left as they come, until `zero_padding`."""
 
-    def silence(self) -> None:
-        """Clear those gradients that are not meant to be."""
+    def zero_padding(self) -> None:
+        """Clear the gradients of padding."""
 
 
 @dataclass
@@ -141,6 +141,7 @@ class CapturedStep:
         with board.rates.in_groups():
             self.behind = capture(self._behind, main)
         vars(self).pop("_loss", None)  # with its activations; the graphs have their memory
+        self._more = detached(vars(self).pop("_more", None))
         self.references = []
         for number, (fill, module) in enumerate(subject.companions, start=1):
             fill()
@@ -149,14 +150,14 @@ class CapturedStep:
 
     def _planned(
         self, module: nn.Module, loss_fn: LossFunction, batch: Sequence[Any], no_grad: bool = False
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[[], Any]:
         """The forward, with everything fused that can be."""
 
-        def run() -> Tensor:
+        def run() -> Any:
             with torch.set_grad_enabled(not no_grad):
                 return loss_fn(module, *batch)
 
-        def fused() -> Tensor:
+        def fused() -> Any:
             with fusion.fused(plan):
                 return run()
 
@@ -169,7 +170,7 @@ class CapturedStep:
                 before = generator.get_offset()
                 plan = fusion.record(run)
                 self.is_random |= generator.get_offset() != before
-                loss = fused() if self.is_fused else run()
+                loss, _ = loss_of(fused() if self.is_fused else run())
                 if not no_grad:
                     loss.backward()
         finally:
@@ -178,15 +179,15 @@ class CapturedStep:
                     buffer.copy_(value)
         return fused if self.is_fused else run
 
-    def _forward(self, run: Callable[[], Tensor]) -> None:
+    def _forward(self, run: Callable[[], Any]) -> None:
         self._backups.gather_(self._places)
-        self._loss = run()
+        self._loss, self._more = loss_of(run())
         self._dtype = self._loss.dtype
         self._board.losses[0].copy_(self._loss.detach())
 
-    def _reference(self, run: Callable[[], Tensor], fill: Callable[[], None], number: int) -> None:
+    def _reference(self, run: Callable[[], Any], fill: Callable[[], None], number: int) -> None:
         fill()
-        self._board.losses[number].copy_(run())
+        self._board.losses[number].copy_(loss_of(run())[0])
 
     def _behind(self) -> None:
         board, backward = self._board, self._board.backward
@@ -196,7 +197,7 @@ class CapturedStep:
         loss = self._loss if backward.scaler is None else self._loss / (1 - board.found_inf)
         with board.subject.without_hooks():
             backward.gradients(loss)
-        board.subject.silence()
+        board.subject.zero_padding()
         optimizer: Any = backward.optimizer
         if backward.scaler is None:
             optimizer.found_inf = board.found_inf
@@ -208,9 +209,10 @@ class CapturedStep:
         board.num_good.add_(board.ok)
         board.seen.copy_(torch.where(board.ok, board.num_good, -1), non_blocking=True)
 
-    def loss(self) -> Tensor:
-        """Of the last step, as a tensor of its own."""
-        return self._board.losses[0].to(self._dtype, copy=True)
+    def result(self) -> Any:
+        """What the loss function returned in the last step: the loss, or (loss, anything), as tensors of their own."""
+        loss = self._board.losses[0].to(self._dtype, copy=True)
+        return loss if self._more is None else (loss, detached(self._more, copy=True))
 
     def load(self, batch: Sequence[Any]) -> None:
         """Take a batch over."""

@@ -9,17 +9,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from slimstart.devices import cuda_devices
 from slimstart.errors import NonFiniteLossError
 
-LossFunction = Callable[..., Tensor]
+LossFunction = Callable[..., Any]
+"""Called as `loss_fn(net, *batch)`; returns the loss, or (loss, anything)."""
+
+
+def loss_of(result: Any) -> tuple[Tensor, Any]:
+    """The loss, and whatever else a loss function has returned, or None.
+
+    Raises:
+        TypeError: it has returned no scalar tensor.
+    """
+    loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        described = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(f"`loss_fn` returned {described}; it must return a scalar tensor, or (scalar tensor, anything)")
+    return loss, more
+
+
+def detached(more: Any, copy: bool = False) -> Any:
+    """What a loss function has returned beside the loss, without its graph."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone() if copy else tensor.detach(), more)
 
 
 def forward_without_trace(loss_fn: LossFunction, net: nn.Module, batch: Sequence[Any]) -> Tensor:
     """The loss of a network, without gradient, and with the random numbers of the main forward left alone."""
     with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices(net)):
-        return loss_fn(net, *batch)
+        return loss_of(loss_fn(net, *batch))[0]
 
 
 def check_finite(step: int, *losses: Tensor | float, unchanged: str) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 from slimstart.steps.backward import Backward
 from slimstart.steps.choice import choose
-from slimstart.steps.eager import LossFunction
+from slimstart.steps.eager import LossFunction, detached, loss_of
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import fuse as fuse_optimizer
 from slimstart.steps.optimizers import unfuse
@@ -52,7 +52,7 @@ class PlainTraining(Stepping):
         self.net, self.num_steps, self.num_examples = net, 0, 0.0
         self.ranks = ranks_of(net)
         self.ranks.broadcast_([*net.parameters(), *net.buffers()])
-        self._backward = Backward(optimizer, max_grad_norm, also=also)
+        self._backward = Backward((optimizer,), max_grad_norm, also=also)
         device = next(net.parameters()).device
         chosen, self._eager = choose(engine if self.ranks.size == 1 else "eager", optimizer, device)
         self._steps = None
@@ -64,7 +64,7 @@ class PlainTraining(Stepping):
             self._steps = Steps(subject, self._backward, losses, fuse)
             optimizer.register_load_state_dict_post_hook(subject.exchanged)
 
-    def step(self, loss_fn: LossFunction, *batch: Any) -> Tensor:
+    def step(self, loss_fn: LossFunction, *batch: Any) -> Any:
         """One step of gradient descent; returns the detached loss.
 
         Raises:
@@ -79,17 +79,17 @@ class PlainTraining(Stepping):
             return self._step_eagerly(loss_fn, batch)
         kind.load(batch)
         self._steps.launch(kind)
-        return kind.loss()
+        return kind.result()
 
-    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Tensor:
+    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
         with reporting():
             with self._kernels:
-                loss = loss_fn(self.net, *batch)
+                loss, more = loss_of(loss_fn(self.net, *batch))
             statistics = running_statistics(self.net) if self.ranks.size > 1 else ()
             found = self.ranks.average([loss], self.num_examples, statistics)
             self._backward(loss if found.weight == 1 else found.weight * loss)
         self.num_examples = found.num_examples
-        return found.losses[0].detach()
+        return found.losses[0].detach() if more is None else (found.losses[0].detach(), detached(more))
 
 
 class _Subject:
@@ -113,5 +113,5 @@ class _Subject:
     def without_hooks(self) -> Iterator[None]:
         yield
 
-    def silence(self) -> None:
+    def zero_padding(self) -> None:
         pass

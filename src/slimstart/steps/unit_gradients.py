@@ -1,18 +1,17 @@
-r"""Watching: tell a policy, before every step of the optimizer, how the loss changes with each unit.
+r"""Unit gradients: how the loss changes with each unit, from the gradients that a step has anyway.
 
 All that other layers read of a unit goes through columns of their weights, so a gate a at the unit is a factor of those
 columns, and at a = 1
 
-.. math:: \partial L / \partial a = \sum_{\text{columns}} w \cdot \partial L / \partial w
+.. math:: \partial L / \partial a = \sum_{\text{columns}} w \cdot \partial L / \partial w .
 
-comes from gradients that are there already. A hook of the user's own optimizer does it, so it happens in any loop, and
-in a CUDA graph that holds the optimizer's step.
+A hook of the user's own optimizer computes it before every step, so it happens in any loop, and in a CUDA graph that
+holds the optimizer's step.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from slimstart.devices import cuda_devices
 from slimstart.graph import ChannelGraph
@@ -28,112 +26,89 @@ from slimstart.graph.readers import LAYERS, Reader, readers
 from slimstart.inputs import as_call
 from slimstart.narrow import Networks
 from slimstart.narrow.compact import tensor_places
-from slimstart.policies import WatchingPolicy
+from slimstart.narrow.optimizer_state import held_by
 from slimstart.steps import calls
 
-logger = logging.getLogger(__name__)
 
-
-class Watch:
-    """What a policy is told of a network, between `start` and `stop`.
-
-    It is made before the optimizer is given narrow parameters. The policy is asked at once to hold the groups of which
-    it will not be told enough.
+class UnitGradients:
+    """Gradients of a gate at every unit, summed over the optimizers of an iteration.
 
     Args:
-        policy: that wants to know.
         graph: of the model, with coupling "stream".
-        model: the dense one.
-        optimizer: over its parameters.
-        example_inputs: for the model, which is run on them once.
+        model: the dense one, which is run once on `example_inputs`.
+        optimizers: over its parameters.
+
+    Attributes:
+        unobservable: (U,) bool, units whose gradient will not be known: something reads them, or may read them, that is
+            not the weight of a layer in the optimizers.
 
     Raises:
         ValueError: the coupling is another one.
     """
 
     def __init__(
-        self,
-        policy: WatchingPolicy,
-        graph: ChannelGraph,
-        model: nn.Module,
-        optimizer: Optimizer,
-        example_inputs: Any,
+        self, graph: ChannelGraph, model: nn.Module, optimizers: Sequence[Optimizer], example_inputs: Any
     ) -> None:
         if graph.coupling != "stream":
             raise ValueError(
                 f"`coupling` is {graph.coupling!r}; a policy that learns from gradients needs 'stream', where every "
                 "channel has one unit"
             )
-        self._policy, self._optimizer, self._num_units = policy, optimizer, graph.num_units
+        self._num_units = graph.num_units
         named = dict(model.named_parameters())
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        held = held_by(optimizers)
+        trained = {name for name, p in named.items() if p.requires_grad and id(p) in held}
         found = readers(graph, model)
-        self._readers = [reader for reader in found if id(named[reader.weight]) in trained]
-        self._hook: RemovableHandle | None = None
-        held = unknown(graph, model, example_inputs, found, self._readers)
-        self._knows_nothing = bool(held.all())
-        policy.hold(held)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it tells."""
-        return self._hook is not None
-
-    def start(self, networks: Networks) -> None:
-        """Tell of the network that is trained, from now on."""
-        self.stop()
-        if self._knows_nothing:
-            logger.warning("widths stay at equal shares: of no group it is known that only trained layers read it")
-        self._networks = networks
-        self._policy.to(networks.device)
-        self._hook = self._optimizer.register_step_pre_hook(self._before_step)
-
-    def stop(self) -> None:
-        """Tell no more."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._readers = [reader for reader in found if reader.weight in trained]
+        self.unobservable = _unobservable(graph, model, example_inputs, found, self._readers)
+        self._sum: Tensor | None = None
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
-            raise ValueError(
-                "`optimizer.step` got a closure, which makes the gradients only then; this policy learns from them "
-                "before the step: compute the loss and its backward first, or let `SparseTraining.step` do it"
-            )
-        parameters = self._networks.net.parameters
+    def add(self, optimizer: Optimizer, networks: Networks) -> None:
+        """Take the gradients of one optimizer's parameters, just before it steps."""
+        parameters = networks.parameters
         if not all(parameters[reader.weight].requires_grad for reader in self._readers):
-            return  # something has been frozen since: half of the truth would be none
+            self._sum = None  # something has been frozen since: a part of the sum would mislead
+            return
+        own = held_by([optimizer])
         columns, units = [], []
         for reader in self._readers:
             weight = parameters[reader.weight]
-            if weight.grad is not None:  # none where it took no part in this step
+            if weight.grad is not None and id(weight) in own:  # no gradient where it took no part in this step
                 others = [dim for dim in range(weight.dim()) if dim != reader.dim]
                 kind = torch.promote_types(weight.dtype, torch.float32)
                 columns.append((weight * weight.grad).sum(others, dtype=kind).double())
-                units.append(self._networks.units_along(reader.axis))
-        if columns:
-            gradients = torch.zeros(self._num_units + 1, dtype=torch.float64, device=columns[0].device)
-            gradients.index_add_(0, torch.cat(units), torch.cat(columns))
-            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it out by itself, later
-            self._policy.watch_(gradients[:-1] if scale is None else gradients[:-1] / scale)  # the last always stays
+                units.append(networks.units_along(reader.axis))
+        if not columns:
+            return
+        gradients = torch.zeros(self._num_units + 1, dtype=torch.float64, device=columns[0].device)
+        gradients.index_add_(0, torch.cat(units), torch.cat(columns))
+        gradients = gradients[:-1]  # the last is for what always stays
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it later, by itself
+        gradients = gradients if scale is None else gradients / scale
+        self._sum = gradients if self._sum is None else self._sum + gradients
+
+    def take(self) -> Tensor | None:
+        """(U,) float64 of the iteration, if anything was seen; the next one begins."""
+        found, self._sum = self._sum, None
+        return found
 
 
-def unknown(
-    graph: ChannelGraph, model: nn.Module, example_inputs: Any, found: list[Reader], watched: list[Reader]
+def _unobservable(
+    graph: ChannelGraph, model: nn.Module, example_inputs: Any, found: list[Reader], observed: list[Reader]
 ) -> Tensor:
-    """(U,) bool: units that something reads, or may read, which is not watched; and those that nothing reads.
+    """(U,) bool: units that something reads, or may read, which is not observed; and those that nothing reads.
 
     Args:
         example_inputs: for the model.
         found: all weights that are known to read.
-        watched: those of them whose gradients will be seen.
+        observed: those of them whose gradients will be seen.
     """
     mark = torch.ones(graph.num_units + 1, dtype=torch.bool)  # the last stands for what always stays
     for reader in found:
         mark[reader.units] = False
     for reader in found:
-        if reader not in watched:
+        if reader not in observed:
             mark[reader.units] = True
     for name in _perhaps_reading(graph, model, example_inputs, {reader.weight for reader in found}):
         for piece in graph.tensors[name]:
@@ -142,7 +117,7 @@ def unknown(
 
 
 def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any, known: set[str]) -> Iterator[str]:
-    """Matrices with channels of which it is not known what they do, or that also do something else."""
+    """Names of matrices with channels that are used in other ways than as the weight of a known layer."""
     places, modules = tensor_places(model), dict(model.named_modules(remove_duplicate=False))
     uses = _run(model, example_inputs)
     for name, parameter in model.named_parameters():
@@ -150,7 +125,7 @@ def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any,
         if name not in graph.tensors or parameter.dim() < 2 or all(isinstance(o, nn.Embedding) for o in owners):
             continue
         if all(isinstance(owner, LAYERS) for owner in owners) and (name in known or id(parameter) not in uses.others):
-            continue  # it is known, or writes only, or works within channels
+            continue  # a known reader, or a layer that only writes, or one that does not mix channels
         yield name
 
 

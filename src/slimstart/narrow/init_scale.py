@@ -6,7 +6,7 @@ by the square root of what they have lost, they are as if it had been initialise
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,16 @@ def rescale_fan_in_(weights: Mapping[str, Tensor], model: nn.Module, selection: 
             weights[name].mul_((dense.shape[1:].numel() / narrow[1:].numel()) ** 0.5)
 
 
-def has_learned(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether there are signs that a model is no longer as it was initialised."""
+def is_pretrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
+    """Whether there are signs that a model has been trained: optimizer state, or batches that a norm has counted."""
     counts = (buffer for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked"))
-    return bool(optimizer.state) or any(bool(count > 0) for count in counts if not count.is_meta)
+    return any(bool(optimizer.state) for optimizer in optimizers) or any(
+        bool(count > 0) for count in counts if not count.is_meta
+    )
 
 
 def suit_(model: nn.Module, selection: Selection) -> None:
-    """Give a fresh dense model the scale that its weights will need under a selection; frozen ones are left alone."""
+    """Give a new dense model the scale that its weights will need under a selection; frozen ones are left alone."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     rescale_fan_in_(trained, model, selection)
 

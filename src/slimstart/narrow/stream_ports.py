@@ -39,7 +39,7 @@ class StreamPort(nn.Module):
         stream_read: indices of the channels that the layer reads, None for all.
         stream_write: where in the stream the layer's outputs go, None for everywhere.
         stream_read_back, stream_write_back: for every channel of the stream, which of the layer's it is, or -1. With
-            them, indices may be -1 too (a passenger, which reads nothing and writes nothing), and a GPU needs one
+            them, indices may be -1 too (padding, which reads nothing and writes nothing), and a GPU needs one
             kernel each way; without them, plain operations that every exporter knows do the work.
         stream_width: channels of the stream written to.
         stream_dims: channel dimension of input and output, counted from the end.
@@ -93,7 +93,9 @@ def _rebuild(layer: type[nn.Module]) -> nn.Module:
 
 
 def open_port(layer: nn.Module) -> None:
-    """Give a layer a port, in place, that for now reads and writes everything."""
+    """Give a layer a port, in place, that for now reads and writes everything; a port that is there stays."""
+    if isinstance(layer, StreamPort):
+        return
     layer.__class__ = ported(type(layer))
     for name in BUFFERS:
         layer.register_buffer(name, None, persistent=False)

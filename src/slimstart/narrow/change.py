@@ -1,0 +1,67 @@
+"""A change of structure as a transaction: prepared in full, then made by assignments that can be repeated.
+
+Whatever can fail (memory, a refused optimizer state) fails while a `Change` is prepared, when nothing that is in use
+has been touched. `apply` then only assigns tensors and numbers that exist already. If it is interrupted at any line,
+calling it once more completes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Change:
+    """Assignments that are made together.
+
+    Attributes:
+        reshapes: whether parameters may get other shapes.
+    """
+
+    def __init__(self) -> None:
+        self._assignments: list[Callable[[], object]] = []
+        self.reshapes = False
+
+    def swap(self, tensor: Tensor, value: Tensor) -> None:
+        """`tensor` stays the same object and gets the storage, shape and type of `value`; its gradient is dropped."""
+        self._assignments.append(partial(swap_, tensor, value))
+
+    def copy(self, tensor: Tensor, value: Tensor) -> None:
+        """`tensor` stays at its address and gets the numbers of `value`."""
+        self._assignments.append(partial(_copy_, tensor, value))
+
+    def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        self._assignments.append(partial(mapping.__setitem__, key, value))
+
+    def set(self, owner: object, attribute: str, value: Any) -> None:
+        self._assignments.append(partial(setattr, owner, attribute, value))
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """A function that does the same however often it is called."""
+        self._assignments.append(partial(function, *args))
+
+    def apply(self) -> None:
+        """Make all assignments, in their order."""
+        for assignment in self._assignments:
+            assignment()
+
+
+def swap_(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor another storage and shape, also while somebody holds a loss that was computed from it.
+
+    Autograd keeps the gradient accumulator of a parameter alive with such a loss, and it expects gradients of the old
+    shape. It is dropped when the type of the data changes, so the data becomes an empty tensor of another type first.
+    """
+    if tensor.is_leaf:
+        tensor.grad = None
+    other = torch.float16 if value.dtype != torch.float16 else torch.float32
+    tensor.data = torch.empty(0, dtype=other, device=value.device)
+    tensor.data = value
+
+
+def _copy_(tensor: Tensor, value: Tensor) -> None:
+    tensor.detach().copy_(value)

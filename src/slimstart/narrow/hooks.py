@@ -1,0 +1,47 @@
+"""Hooks on a user's model that do nothing in a copy or a pickle of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class Hook:
+    """Calls a method; a copy of the hook calls nothing, and the original knows of it.
+
+    Attributes:
+        copies: hooks in copies of the model, as long as those live.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None) -> None:
+        self._method = method
+        self.copies: weakref.WeakSet[Hook] = weakref.WeakSet()
+
+    def __call__(self, *args: Any) -> Any:
+        return self._method(*args) if self._method is not None else None
+
+    def __reduce__(self) -> Any:
+        return Hook, (None,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        inert = Hook(None)
+        self.copies.add(inert)
+        return inert
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take the hooks out of a model, or of a copy."""
+    kinds = (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    for hooks in kinds:
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "hook", hook), Hook):  # PyTorch wraps some of them
+                del hooks[key]
+
+
+def hooks_in(module: nn.Module) -> list[Hook]:
+    """The hooks that `remove_hooks` would take out."""
+    found = [*module._state_dict_hooks.values(), *module._load_state_dict_pre_hooks.values()]
+    return [hook for hook in (getattr(one, "hook", one) for one in found) if isinstance(hook, Hook)]

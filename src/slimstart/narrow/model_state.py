@@ -1,0 +1,121 @@
+"""A narrow model's state dict, which says which structure it has; and loading one of another structure.
+
+`model.state_dict()` is that of the narrow network, without padding. Its metadata, which PyTorch saves with it, has the
+mask. So `model.load_state_dict` can give the model the structure that the tensors were saved with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.errors import CheckpointError
+from slimstart.graph import Selection
+from slimstart.narrow.compact import attribute_values, tensor_places
+from slimstart.narrow.hooks import Hook
+from slimstart.narrow.networks import Networks
+from slimstart.narrow.shrink import METADATA
+from slimstart.narrow.store import Key
+
+
+class ModelState:
+    """Hooks on a model that is narrow.
+
+    Args:
+        networks: of the model.
+        change: called with a mask, makes the model its network; before tensors of that structure are loaded.
+
+    Attributes:
+        names: {any name of a tensor that can shrink: its first name}.
+    """
+
+    def __init__(self, networks: Networks, change: Callable[[Tensor], None]) -> None:
+        self._networks, self._change = networks, change
+        places = tensor_places(networks.model)
+        self.names = {
+            f"{path}.{key}" if path else key: name for name in networks.graph.tensors for path, key in places[name]
+        }
+        networks.model.register_state_dict_post_hook(Hook(self._saved))
+        networks.model.register_load_state_dict_pre_hook(Hook(self._loading))
+
+    def dense(self) -> dict[str, Tensor]:
+        """The state dict that the model would have with all its channels; a copy."""
+        networks = self._networks
+        networks.flush()
+        return {
+            key: networks.store[Key(self.names[key])].clone() if key in self.names else tensor.detach().clone()
+            for key, tensor in networks.model.state_dict().items()
+        }
+
+    def canonical(self, dense: dict[str, Any]) -> dict[str, Tensor]:
+        """Of a dense state dict, the tensors that can shrink, once each under their first name."""
+        return {self.names[key]: tensor for key, tensor in dense.items() if key in self.names}
+
+    def _saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        selection = self._networks.exact_selection
+        owners = {id(owner): path for path, owner in module.named_modules()}
+        metadata[METADATA] = {
+            "structure": selection.graph.digest,
+            "mask": selection.mask.clone(),
+            "attributes": {
+                (owners[id(owner)], name): value for owner, name, value in attribute_values(module, selection)
+            },
+        }
+        if self._networks.selection.padded:
+            self._networks.flush()
+            for key, name in self.names.items():
+                if prefix + key in state_dict:
+                    exact = self._networks.store.read(Key(name), selection, self._networks.device)
+                    state_dict[prefix + key] = exact
+
+    def _loading(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        *_: Any,
+    ) -> None:
+        """Check everything, take the structure over, and pad what was saved without padding."""
+        networks = self._networks
+        if metadata.get("assign_to_params_buffers"):
+            raise CheckpointError("`assign=True` would exchange parameters that the training holds; leave it out")
+        found = metadata.get(METADATA)
+        selection = networks.exact_selection
+        if found is not None:
+            mask = found.get("mask")
+            if found.get("structure") != networks.graph.digest or not isinstance(mask, Tensor):
+                raise CheckpointError("the state dict is of another network, coupling or `keep`; nothing was loaded")
+            selection = networks.graph.select(mask)
+        self._check(state_dict, prefix, selection, strict)
+        if not torch.equal(selection.mask, networks.exact_selection.mask):
+            self._change(selection.mask)
+        if networks.selection.padded:
+            for key, name in self.names.items():
+                if (value := state_dict.get(prefix + key)) is not None:
+                    networks.store.write(Key(name), selection, value.to(networks.tensor(name).dtype))
+                    state_dict[prefix + key] = networks.store.read(Key(name), networks.selection, networks.device)
+
+    def _check(self, state_dict: dict[str, Any], prefix: str, selection: Selection, strict: bool) -> None:
+        own = self._networks.model.state_dict()
+        given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        problems = []
+        if strict and (odd := sorted(own.keys() ^ given.keys())):
+            problems.append(f"names differ: {', '.join(odd[:3])}")
+        for key, tensor in own.items():
+            name = self.names.get(key)
+            shape = tensor.shape if name is None else selection.shape(name, self._networks.store[Key(name)].shape)
+            value = given.get(key)
+            if key in given and (not isinstance(value, Tensor) or value.shape != shape):
+                seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                problems.append(f"{key} is {seen}, and must be {tuple(shape)}")
+        if problems:
+            raise CheckpointError(
+                f"the state dict does not fit the narrow model ({'; '.join(problems[:3])}); nothing was loaded. Dense weights are "
+                "loaded before the SparseTraining is made; a training is resumed with the state dict of SparseTraining; "
+                "slimstart.shrink_to makes a dense module fit a narrow state dict"
+            )

@@ -1,0 +1,120 @@
+"""shrink_to(model, state_dict): a dense module becomes as narrow as a state dict, ready to load it.
+
+For networks that are read without a training: in another process, by another program, from a file of plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from slimstart.errors import CheckpointError
+from slimstart.graph import ChannelGraph, trace
+from slimstart.narrow.change import Change
+from slimstart.narrow.compact import tensor_names, tensor_places
+
+METADATA = "slimstart"
+"""Where the state dict of a model in training says which structure it has."""
+
+
+@torch.no_grad()
+def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: Any = None) -> nn.Module:
+    """Make a dense module fit a narrow state dict, in place, and load it.
+
+    Tensors get the shapes of the state dict, and integer attributes that count channels follow. Those of PyTorch's own
+    layers are known from the shapes. Others (`num_heads` of an attention block of your own) come with the state dict of
+    a model in training, or are found by tracing the model on `example_inputs`.
+
+    Args:
+        model: of the class that was trained, as wide as before training, or as narrow as the state dict already.
+        state_dict: of a narrow network; from `finish(plain=True)`, or any other without ports on residual streams.
+        example_inputs: as for `trace`; for models with counting attributes of their own.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: names differ, or a tensor is wider than the model's; nothing is changed then.
+    """
+    tensors, places = tensor_names(model), tensor_places(model)
+    wanted: dict[str, Tensor] = {}
+    problems = []
+    persistent = model.state_dict(keep_vars=True)
+    if odd := sorted(persistent.keys() ^ {key for key in state_dict}):
+        problems.append(f"the model and the state dict differ in {', '.join(odd[:3])}")
+    for name, tensor in tensors.items():
+        aliases = [f"{path}.{key}" if path else key for path, key in places[name]]
+        values = [state_dict[alias] for alias in aliases if isinstance(state_dict.get(alias), Tensor)]
+        if not values:
+            continue  # a buffer that is not saved
+        value = wanted[name] = values[0]
+        if value.dim() != tensor.dim() or any(n > d for n, d in zip(value.shape, tensor.shape, strict=False)):
+            problems.append(f"{name} is {tuple(value.shape)} in the state dict and {tuple(tensor.shape)} in the model")
+    if problems:
+        raise CheckpointError(f"the state dict does not fit: {'; '.join(problems[:3])}")
+    metadata = getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {})
+    attributes = dict(metadata.get("attributes", {}))
+    if example_inputs is not None:
+        attributes |= _traced(trace(model, example_inputs, "stream"), wanted)
+    change = Change()
+    for name, value in wanted.items():
+        tensor = tensors[name]
+        change.swap(tensor, value.detach().to(tensor.device, tensor.dtype, copy=True))
+    shapes = {name: value.shape for name, value in wanted.items()}
+    for path, module in model.named_modules():
+        for attribute, number in _layer_attributes(path, module, shapes):
+            change.set(module, attribute, number)
+    for (path, attribute), number in attributes.items():
+        change.set(model.get_submodule(path), attribute, int(number))
+    change.apply()
+    return model
+
+
+def _traced(graph: ChannelGraph, wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], int]:
+    """Counting attributes from the sizes of tensors that share their axis."""
+    counts = {
+        piece.axis: wanted[name].shape[piece.dim]
+        for name, pieces in graph.tensors.items()
+        for piece in pieces
+        if name in wanted
+    }
+    return {
+        owner: counter.dense - (graph.axes[counter.axis].numel() - counts[counter.axis])
+        for owner, counter in graph.attributes.items()
+        if counter.axis in counts
+    }
+
+
+def _layer_attributes(path: str, module: nn.Module, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, int]]:
+    """Counting attributes of PyTorch's own layers, from the shape of their weight."""
+    prefix = f"{path}." if path else ""
+    weight = shapes.get(f"{prefix}weight", shapes.get(f"{prefix}running_mean"))
+    if weight is None:
+        return
+    if isinstance(module, _ConvNd):
+        filters, others = (weight[1], weight[0]) if module.transposed else (weight[0], weight[1])
+        dense_filters = module.out_channels // module.groups if module.transposed else module.out_channels
+        groups = module.groups
+        if groups > 1:  # whole kernel groups go: those that are left have as many channels as before
+            groups = others * groups // module.in_channels if module.transposed else filters * groups // dense_filters
+        yield "groups", groups
+        yield "out_channels", filters * groups if module.transposed else filters
+        yield "in_channels", others if module.transposed else others * groups
+    elif isinstance(module, nn.Linear):
+        yield "out_features", weight[0]
+        yield "in_features", weight[1]
+    elif isinstance(module, nn.Embedding):
+        yield "num_embeddings", weight[0]
+        yield "embedding_dim", weight[1]
+    elif isinstance(module, nn.GroupNorm):
+        yield "num_groups", weight[0] * module.num_groups // module.num_channels
+        yield "num_channels", weight[0]
+    elif isinstance(module, _NormBase):
+        yield "num_features", weight[0]
+    elif isinstance(module, nn.PReLU):
+        yield "num_parameters", weight[0]

@@ -1,0 +1,92 @@
+"""The store: dense weights, statistics and optimizer state, of which a narrow network holds a part.
+
+A narrow module has the entries that a `Selection` keeps. All others are stored here, with their optimizer state, and
+come back with it. Entries that the module has are stale here until `write` brings them up to date; nothing reads them
+before.
+
+The store takes the dense model's tensors over and copies nothing, so weights exist once. It is on the model's device,
+or on the host: then narrow tensors cross the bus at a change of structure, and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slimstart.graph import Selection
+from slimstart.narrow.compact import narrow_tensor
+
+
+class Key(NamedTuple):
+    """A tensor in the store: a parameter or buffer by name, or a tensor of a parameter's optimizer state."""
+
+    name: str
+    state: str | None = None
+
+
+class Store:
+    """Dense tensors by key.
+
+    Args:
+        tensors: dense weights and statistics by name; taken over, not copied.
+        host: keep everything on the host, wherever narrow networks are.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], host: bool = False) -> None:
+        self._dense = {Key(name): tensor.detach() for name, tensor in tensors.items()}
+        self.host = host
+
+    def __getitem__(self, key: Key) -> Tensor:
+        return self._dense[key]
+
+    def __setitem__(self, key: Key, dense: Tensor) -> None:
+        self._dense[key] = dense
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._dense
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._dense)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and statistics by name."""
+        return {key.name: dense for key, dense in self._dense.items() if key.state is None}
+
+    @property
+    def num_bytes(self) -> int:
+        """What the dense tensors take."""
+        return sum(dense.numel() * dense.element_size() for dense in self._dense.values())
+
+    def copy(self) -> Store:
+        """A store of weights and statistics with the same values."""
+        return Store({name: dense.clone() for name, dense in self.tensors.items()}, self.host)
+
+    def read(self, key: Key, selection: Selection, device: torch.device, plain: bool = False) -> Tensor:
+        """The narrow tensor of a selection, as a new tensor; `plain` as for `compact`."""
+        return narrow_tensor(selection, key.name, self._dense[key], plain).to(device)
+
+    def write(self, key: Key, selection: Selection, narrow: Tensor, start: float = 0.0) -> None:
+        """Bring the dense tensor up to date with its narrow part.
+
+        Args:
+            start: what entries hold that have never been in a network, for state that the optimizer has just made.
+        """
+        dense = self.like(key, narrow, start)
+        selection.scatter_(key.name, dense, narrow.to(dense.device))
+
+    def like(self, key: Key, narrow: Tensor, start: float = 0.0) -> Tensor:
+        """The dense tensor, of the type, device and memory layout of its narrow part, which a user may have moved."""
+        device = torch.device("cpu") if self.host else narrow.device
+        if key not in self._dense:
+            self._dense[key] = torch.full_like(self._dense[Key(key.name)], start, dtype=narrow.dtype, device=device)
+        dense = self._dense[key]
+        if dense.dtype != narrow.dtype or dense.device != device:
+            dense = dense.to(device, narrow.dtype)
+        if dense.dim() == 4 and dense.is_contiguous() and not narrow.is_contiguous():
+            dense = dense.contiguous(memory_format=torch.channels_last)
+        self._dense[key] = dense
+        return dense

@@ -1,0 +1,92 @@
+"""Iterations: hooks on the user's optimizers that show gradients before a step, and tell when an iteration has ended.
+
+With several optimizers (Muon for matrices, AdamW for the rest) an iteration ends when the last of them has stepped, or,
+where one of them steps less often, when another one is about to step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Iterations:
+    """Hooks on optimizers, until `remove`.
+
+    Args:
+        optimizers: one or several.
+        before: called with an optimizer that is about to step, when its gradients are there: with a closure, after it.
+        after: called when an iteration has ended; with False where another one has begun already, so that gradients of
+            the next step are there.
+
+    Attributes:
+        captured: while it is true, `after` is not called: a captured step runs, and its owner knows when it ends.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        before: Callable[[Optimizer], None],
+        after: Callable[[bool], None],
+    ) -> None:
+        self._optimizers, self._before, self._after = tuple(optimizers), before, after
+        self._stepped: set[int] = set()
+        self._skipped: set[int] = set()
+        self.captured = False
+        self._handles = [
+            handle
+            for optimizer in self._optimizers
+            for handle in (optimizer.register_step_pre_hook(self._pre), optimizer.register_step_post_hook(self._post))
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def others_have_stepped(self) -> bool:
+        """Asked before a step: whether it is the last of its iteration."""
+        return len(self._stepped) >= len(self._optimizers) - 1
+
+    def _pre(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+            self._after(False)
+        if self._is_skipped(optimizer):
+            self._skipped.add(id(optimizer))
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._before(optimizer)
+            return None
+        seen = False
+
+        def observed() -> Any:
+            nonlocal seen
+            loss = closure()
+            if not seen:
+                self._before(optimizer)
+                seen = True
+            return loss
+
+        return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
+
+    def _is_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether a gradient scaler makes a fused optimizer do nothing, because gradients are not finite."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        return isinstance(found_inf, Tensor) and not self.captured and bool(found_inf)
+
+    def _post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.captured:
+            return
+        if id(optimizer) in self._skipped:
+            self._skipped.discard(id(optimizer))
+            return
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self._after(True)
