@@ -17,7 +17,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -36,8 +36,7 @@ from slimstart.graph import ChannelGraph
 from slimstart.narrow import Executed, Traffic, has_learned, recalibrate, suit_, trace_verified
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.state_hooks import keep_dense
-from slimstart.policies import POLICIES, Budget, Estimator, Policy, WatchingPolicy, make_policy
-from slimstart.policies.naming import COUPLING, default_window
+from slimstart.policies import Budget, GradientLearner, Learner, Policy, get_policy
 from slimstart.ranks import gradient_bytes, num_examples, ranks_of, reporting, running_statistics
 from slimstart.steps import (
     Backward,
@@ -68,23 +67,10 @@ class SparseTraining(Stepping):
         optimizer: over the model's parameters.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
         budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
-        coupling: "filter" (the paper) or "stream"; see `slimstart.trace`. "stream" for
-            "equal_worth", which needs it; for others "filter" by default.
-        estimator: of the paper's policy, as the next three. Of the gradient of s: "vr_pge" (the paper, and the
-            default), "pge", "vr_pge_symmetric", "leave_one_out".
-        alpha: exponent of the preconditioner H; the paper's, and the default, is 1/2.
-        sampling: "bernoulli" (the paper), or "capped": a group of units that comes out much larger than expected is
-            drawn again, so that networks need less room; for estimators that compare losses, where it is the default.
-        structure_lr: Adam's learning rate for s; the paper's, and the default, is 12e-3.
-        resample_every: steps for which a sub-network is held. Of the paper's policy only the first of them updates s:
-            after it the weights have been trained for this mask, and the two losses no longer compare. By default 1;
-            for "equal_worth" such that the search takes a fifth of `total_steps`, or 50 where those are not known.
-        align: room for units is made in multiples of this, so that shapes survive a draw; what is left of it is filled
-            with zeros that stay zero. 1: no padding. By default 8 where steps run as CUDA graphs, otherwise 1. For
-            "equal_worth", which pads nothing: large groups have multiples of so many units; 8 by default.
-        total_steps: of the whole training. For the paper's policy, of the search: `structure_lr` falls to 0 over them
-            along a cosine.
-        seed: of the masks of the paper's policy.
+        total_steps: of the whole training.
+        policy: what learns the structure: "equal_worth" or "paper" with their defaults, or an object with settings:
+            `EqualWorth(...)`, `Paper(...)`, or one of your own (`slimstart.policies.Policy`).
+        coupling: "filter" (the paper) or "stream"; see `slimstart.trace`. By default that of the policy.
         engine: "eager", "graphs" (CUDA graphs), or "auto": graphs where the model is on a GPU and the optimizer allows
             it. Both give the same results.
         max_grad_norm: `step` clips the norm of all gradients together at this.
@@ -98,17 +84,15 @@ class SparseTraining(Stepping):
         full_model_device: "cpu" for a model that is larger than the device it is trained on. The dense model and its
             optimizer state stay on the CPU, where they must be already; narrow networks are on the device of
             `example_inputs`, and at a draw only what changes is exchanged (`traffic`).
-        policy: what learns the structure. "equal_worth": widths, from the gradients of ordinary steps
-            (`slimstart.policies.EqualWorth`). "paper": Algorithm 1. Or one of your own, called with the graph's cost
-            table alone: it has its own budget.
-        fresh: for "equal_worth", and policies of your own that watch gradients as it does: the model has just been
+        fresh: for policies that learn from gradients: the model has just been
             initialised, so its weights are scaled to the fan-in of the network that it starts with, as if that had been
             initialised by itself. False for a model that has learned: by default where the optimizer has state, or a
             batch norm has counted batches. Say it where neither tells.
 
     Attributes:
         graph: what belongs together in the model; `graph.select(mask)` is the structure of a network.
-        policy: what learns the structure.
+        policy: the settings of what learns the structure.
+        learner: its running state.
         settled: whether the structure is fixed.
         num_steps: that have been taken.
         building_seconds: in which graphs were captured, networks built anew, and steps ran eagerly before.
@@ -126,38 +110,25 @@ class SparseTraining(Stepping):
         model: nn.Module,
         optimizer: Optimizer,
         example_inputs: Any,
-        budget: Budget | None = None,
-        coupling: str | None = None,
-        estimator: str | Estimator | None = None,
-        alpha: float | None = None,
-        structure_lr: float | None = None,
-        resample_every: int | None = None,
-        align: int | None = None,
-        total_steps: int | None = None,
-        seed: int = 0,
+        budget: Budget,
         *,
+        total_steps: int | None = None,
+        policy: str | Policy = "equal_worth",
+        coupling: str | None = None,
         engine: str = "auto",
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
-        sampling: str | None = None,
         keep: Iterable[str] = (),
-        policy: str | Callable[..., Policy] = "equal_worth",
         fresh: bool | None = None,
         wrap: Wrap | None = None,
         spread_references: bool = False,
         full_model_device: str | torch.device | None = None,
     ) -> None:
-        if policy not in POLICIES and not callable(policy):
-            raise ValueError(f"`policy` is {policy!r}; it must be one of {', '.join(POLICIES)}, or callable")
-        name = "paper" if callable(policy) else policy
-        for setting, value in (("resample_every", resample_every), ("align", align), ("total_steps", total_steps)):
-            if value is not None and not (isinstance(value, Integral) and value >= 1):
-                raise ValueError(f"`{setting}` is {value!r}; it must be a whole number, at least 1")
-        resample_every = default_window(name, total_steps) if resample_every is None else resample_every
-        if not (budget is None or isinstance(budget, Budget)):
+        policy = get_policy(policy)
+        if total_steps is not None and not (isinstance(total_steps, Integral) and total_steps >= 1):
+            raise ValueError(f"`total_steps` is {total_steps!r}; it must be a whole number, at least 1")
+        if not isinstance(budget, Budget):
             raise TypeError(f"`budget` is {budget!r}; it must be a budget, such as slimstart.Flops(0.10)")
-        if (budget is None) != callable(policy):
-            raise ValueError("give either a `budget`, such as slimstart.Flops(0.10), or a `policy` of your own")
         if wrap is not None and engine == "graphs":
             raise ValueError("`engine` is 'graphs', which cannot hold what `wrap` returns; leave one of them out")
         if fresh and optimizer.state:
@@ -165,24 +136,13 @@ class SparseTraining(Stepping):
         fresh = not has_learned(model, optimizer) if fresh is None else fresh
         self._place = memory.place(model, optimizer, example_inputs, budget, full_model_device)
         examples = example_inputs if self._place is None else memory.on_host(example_inputs)
-        self.graph: ChannelGraph = trace_verified(model, examples, coupling or COUPLING[name], keep)
+        self.graph: ChannelGraph = trace_verified(model, examples, coupling or policy.coupling, keep)
         if self.graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
-        self.policy: Policy = make_policy(
-            policy,
-            self.graph.costs,
-            budget,
-            estimator=estimator,
-            alpha=alpha,
-            structure_lr=structure_lr,
-            sampling=sampling,
-            total_steps=total_steps,
-            resample_every=resample_every,
-            seed=seed,
-            align=align,
-        )
-        self.model, self.optimizer, self.resample_every = model, optimizer, resample_every
+        self.policy: Policy = policy
+        self.learner: Learner = policy.start(self.graph.costs, budget, total_steps)
+        self.model, self.optimizer = model, optimizer
         self.num_steps = 0
         self.num_examples: float = 0  # of the last step, over all ranks
         self.settled = False
@@ -191,10 +151,15 @@ class SparseTraining(Stepping):
         self._backward = Backward(optimizer, max_grad_norm, scaler)
         self._wrapping = Wrapping(wrap)
         self._watch: Watch | None = None
-        if isinstance(self.policy, WatchingPolicy):
-            self._watch = Watch(self.policy, self.graph, model, optimizer, examples)
+        if policy.learns_from == "gradients":
+            if not isinstance(self.learner, GradientLearner):
+                raise TypeError(
+                    f"the learner of {policy!r} lacks `freeze`, `to` or `observe_`, with which it would "
+                    "learn from gradients"
+                )
+            self._watch = Watch(self.learner, self.graph, model, optimizer, examples)
         parts = assemble(
-            model, optimizer, self.graph, self.policy, self._backward, engine, align, self._place, wrap is not None
+            model, optimizer, self.graph, self.learner, self._backward, engine, self._place, wrap is not None
         )
         self._networks, self._search, self._steps, self._eager = parts.networks, parts.search, parts.steps, parts.eager
         self._watch_on(True)
@@ -211,7 +176,7 @@ class SparseTraining(Stepping):
             dense=self._dense_optimizer_state,
         )
         self.ranks = ranks_of(self.net)
-        self._together = Together(self.ranks, self.policy.num_masks, spread_references and self.ranks.size > 1)
+        self._together = Together(self.ranks, self.learner.num_masks, spread_references and self.ranks.size > 1)
         if self.ranks.size > 1:  # all begin with the weights of rank 0
             self.ranks.broadcast_([*model.parameters(), *model.buffers()])
             self._networks.reload()
@@ -297,7 +262,7 @@ class SparseTraining(Stepping):
     @property
     def needs_reference(self) -> bool:
         """Whether this step's `update` needs the loss of `reference`: on the first step after a draw."""
-        return self._learns and self.policy.num_masks > 1
+        return self._learns and self.learner.num_masks > 1
 
     @property
     def _learns(self) -> bool:
@@ -343,7 +308,7 @@ class SparseTraining(Stepping):
     def _count(self) -> None:
         self.num_steps += 1
         self._held_steps += 1
-        if not self.settled and self._held_steps >= self.resample_every:
+        if not self.settled and self._held_steps >= self.learner.window:
             self.resample()
 
     def resample(self) -> None:
@@ -351,7 +316,7 @@ class SparseTraining(Stepping):
         if not self.settled:
             self._search.advance()
             self._held_steps = 0
-            if isinstance(self.policy, WatchingPolicy) and self.policy.is_done:
+            if self.learner.is_done:
                 self._end_search()
                 logger.info("widths are found after %d steps", self.num_steps)
             if self.ranks.debugging:
@@ -385,7 +350,7 @@ class SparseTraining(Stepping):
     @property
     def keep_probs(self) -> Tensor:
         """s: one keep-probability per unit."""
-        return self.policy.keep_probs
+        return self.learner.keep_probs
 
     @property
     def mask(self) -> Tensor:
@@ -421,7 +386,7 @@ class SparseTraining(Stepping):
     @property
     def expected_cost(self) -> float:
         """What the budget limits, in expectation over masks, as a fraction of the dense model's."""
-        return self.policy.expected_cost
+        return self.learner.expected_cost
 
     # --- the end of the search ---------------------------------------------------------------------------------------
 
@@ -462,7 +427,7 @@ class SparseTraining(Stepping):
             max_batches: how many of the batches to look at.
         """
         self.sync()
-        mask = self.mask if self.settled else self.policy.best_guess()
+        mask = self.mask if self.settled else self.learner.best_guess()
         seen = None if batches is None else first_batches(batches, max_batches)
         return self._finished(mask, seen, loss_fn, plain=False)
 
@@ -493,7 +458,7 @@ class SparseTraining(Stepping):
         return self._finished(mask, seen, loss_fn, plain)
 
     def _best_mask(self, batches: Sequence[tuple[Any, ...]], loss_fn: LossFunction, num_samples: int) -> Tensor:
-        masks = self.policy.candidates(num_samples)
+        masks = self.learner.candidates(num_samples)
 
         def over_ranks(net: nn.Module, *batch: Any) -> Tensor:
             return self.ranks.average([loss_fn(net, *batch)], num_examples(batch)).losses[0]
@@ -532,7 +497,7 @@ class SparseTraining(Stepping):
             "masks": self._networks.masks.to("cpu", copy=True),
             "room": self._networks.room,
             "pending": self._search.pending,
-            "policy": self.policy.state_dict(),
+            "policy": self.learner.state_dict(),
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "random": torch.get_rng_state(),
@@ -553,11 +518,11 @@ class SparseTraining(Stepping):
             "optimizer": {"param_groups": self.optimizer.param_groups},
         }
         checkpoints.check(state, own, parameter_shapes=self._networks.link.dense_shapes)
-        self.policy.load_state_dict(state["policy"])
+        self.learner.load_state_dict(state["policy"])
         self.settled = bool(state["settled"])
         self._watch_on(False)
         self.model.load_state_dict(state["model"])
-        keep_probs = None if self.settled else self.policy.keep_probs
+        keep_probs = None if self.settled else self.learner.keep_probs
         self._networks.restore(state["masks"], state["room"], keep_probs)
         self._search.pending = state["pending"]
         self._watch_on(not self.settled)

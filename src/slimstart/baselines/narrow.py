@@ -19,9 +19,8 @@ from slimstart.baselines.shares import group_sizes, largest_within
 from slimstart.graph import ChannelGraph, trace
 from slimstart.narrow import compact_fresh
 from slimstart.policies import BoundBudget, Budget, EqualWorth, Flops
-from slimstart.policies.equal_worth import ALIGN
-from slimstart.policies.fitting import steps
 from slimstart.policies.ranking import places
+from slimstart.policies.widths import steps
 
 FRONT_HEAVY = (2.0, 0.5)  # times the common share, of the first group and of the last
 
@@ -75,7 +74,8 @@ def start_mask(graph: ChannelGraph, budget: Budget, align: int | None = None) ->
     Args:
         align: as for `EqualWorth`, with the same default.
     """
-    return EqualWorth(graph.costs, budget, align=ALIGN if align is None else align).best_guess()
+    policy = EqualWorth() if align is None else EqualWorth(align=align)
+    return policy.start(graph.costs, budget).best_guess()
 
 
 def narrow(

@@ -1,48 +1,51 @@
-"""The paper's maths on flat tensors: keep-probabilities s, masks, losses; it knows no network.
+"""What is learned about the structure, on flat tensors: keep-probabilities or widths, masks, losses; no network.
 
-Here: drawing masks and their score (`probabilities`), the gradient of s from losses (`estimators`), Adam (`adam`), what
-a mask or s costs (`budgets`, with the closed form in `expectation` and `dropping`), the nearest s within a budget
-(`projection`, and for GPUs `multisection`), masks within it (`cutting`), draws with a cap on their widths (`capping`),
-what a training asks of all this (`policies`) and the object that puts it together (`bernoulli`). In place of single
-units, widths: by what units are worth (`equal_worth`), or by the losses of pairs (`widths`), both filling the budget
-(`fitting`); which units those are says their place in the group (`ranking`). `naming` makes a policy by its name. For
-studies: how far losses and gradients of sampled masks lie apart (`dispersion`). Not here: layers, tensors with names,
-training steps; costs come in as a plain `slimstart.costs.CostTable`.
+Two policies: `paper` (Algorithm 1 of the paper) and `equal_worth` (widths from gradients), each with its settings and
+its learner. `base` is the contract with a training, for policies of your own; `registry` has the names.
 
-Open `bernoulli` first: `BernoulliUnits._learn_` is the paper's update of s in half a dozen lines.
+The mathematics of `paper`: drawing masks and their score (`probabilities`), with a cap on widths (`capping`); the
+gradient of s (`estimators`), Adam (`adam`), the nearest s within the budget (`projection`, on GPUs `multisection`),
+masks within the budget (`cutting`). Of `equal_worth`: widths that fill the budget (`widths`, the one place where widths
+are rounded) and the redundancy of units (`participation`). Of both: the cost of a mask and of s (`budgets`, the closed
+form in `expectation` and `dropping`) and the order of units in a group (`ranking`). `dispersion` is for studies. Costs
+come in as a plain `slimstart.costs.CostTable`.
+
+Open `paper` first: `PaperSearch._learn_` is the paper's update of s in half a dozen lines.
 """
 
-from slimstart.policies.bernoulli import SAMPLINGS, BernoulliUnits
+from slimstart.policies.base import DeviceLearner, GradientLearner, Learner, Padding, Policy
 from slimstart.policies.budgets import BoundBudget, Budget, Channels, Flops, Params
 from slimstart.policies.cutting import cut
-from slimstart.policies.equal_worth import EqualWorth
+from slimstart.policies.equal_worth import EqualWorth, EqualWorthSearch
 from slimstart.policies.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
-from slimstart.policies.naming import POLICIES, make_policy
-from slimstart.policies.policies import DevicePolicy, Policy, WatchingPolicy
+from slimstart.policies.paper import SAMPLINGS, Paper, PaperSearch
 from slimstart.policies.probabilities import sample, score
 from slimstart.policies.projection import project, uniform_start
-from slimstart.policies.widths import NestedWidths
+from slimstart.policies.registry import POLICIES, get_policy
 
 __all__ = [
     "ESTIMATORS",
     "POLICIES",
     "SAMPLINGS",
-    "BernoulliUnits",
     "BoundBudget",
     "Budget",
     "Channels",
-    "DevicePolicy",
+    "DeviceLearner",
     "EqualWorth",
+    "EqualWorthSearch",
     "Estimator",
     "Flops",
-    "NestedWidths",
+    "GradientLearner",
+    "Learner",
+    "Padding",
+    "Paper",
+    "PaperSearch",
     "Params",
     "Policy",
-    "WatchingPolicy",
     "cut",
     "get_estimator",
+    "get_policy",
     "leave_one_out_of",
-    "make_policy",
     "project",
     "sample",
     "score",

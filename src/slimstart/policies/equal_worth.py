@@ -1,35 +1,37 @@
-r"""EqualWorth: as many units in every group as make one of them worth its cost, everywhere alike.
+r"""EqualWorth: widths at which the importance of a unit, divided by its cost, is the same in all groups.
 
-Think of a gate :math:`a_u = 1` that multiplies all that other layers read of unit u. Without the unit the loss would be
-higher by about half of the curvature along its gate, and the curvature of a log-likelihood is the mean square of the
-gradients of single examples. That of a batch is less by a factor, which is the same for all units but for what the mean
-gradient adds; and only ratios count. So what a unit is worth comes with the backward of every ordinary step:
+A gate :math:`a_u = 1` multiplies everything that other layers read of unit u. Without the unit the loss would be higher
+by about half of the curvature along its gate, and the curvature of a log-likelihood is the mean square of the gradients
+of single examples. For the gradient of a batch it is smaller by a factor, which is the same for all units except for
+the contribution of the mean gradient; and only ratios count. So the backward of every ordinary step gives the
+importance of a unit:
 
 .. math:: v_u = \mathbb{E}\left[ (\partial L / \partial a_u)^2 \right].
 
-Units that say the same make up for each other: near the output of a classifier of ten classes there is little more than
-ten different things to say, however wide a group is. Where :math:`w_g` units say :math:`r_g` different things
-(`participation`), we take a unit to be worth :math:`r_g / w_g` of that. With :math:`c_g` the cost of one more unit, the
-widths are best where :math:`d_g = \bar v_g (r_g / w_g) / c_g` is the same for all groups: otherwise a unit less here
-would pay for a better one there. So we follow
+Redundant units replace each other: near the output of a classifier of ten classes there are little more than ten
+independent directions, however wide a group is. Where the gradients of :math:`w_g` units have :math:`r_g` independent
+directions (`participation`), the importance of a unit is multiplied by :math:`r_g / w_g`. With :math:`c_g` the cost of
+one more unit, the widths are best where :math:`d_g = \bar v_g (r_g / w_g) / c_g` is the same for all groups: otherwise
+a unit less in one group would pay for a better one in another. So the update is
 
 .. math:: x \leftarrow \mathrm{fit}\left( y \right), \qquad
     y_g = x_g + \mathrm{clip} (\eta \log d_g) - \eta p \sum_h A_{gh} (y_g - y_h), \qquad x_g = \log (w_g / w^0_g)
 
-from equal shares :math:`w^0` of all groups, where `fit` moves all log-widths by one number such that the network fills
-the budget, and `clip` to what one round may change keeps a few groups of extreme worth from taking everything at once.
+from equal shares :math:`w^0` of all groups, where `fit` shifts all log-widths by one number such that the network fills
+the budget, and `clip` limits the change of one round, so that a few groups of extreme importance do not take everything
+at once.
 
-The last term draws neighbours together, and is that of the new widths, so that they do not swing however strongly it
-draws: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every product of a network lies between
-two groups, so twice the units here and half as many there cost the same; and a group as a whole is worth about the same
-however wide it is, as long as a window of training lasts. So little says where to stop: of two neighbours one takes
-all, and the blocks of a residual network waste away beside a wide stream. What all neighbours do together changes the
-cost, and is free.
+The last term pulls neighbours together. It is implicit, in the new widths, so that they do not oscillate however strong
+it is: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every product of a network is between
+two groups, so twice the units in one and half as many in the other cost the same; and within a window of training the
+importance of a whole group hardly depends on its width. So without a pull nothing determines where to stop: one of two
+neighbours takes all, and the blocks of a residual network vanish next to a wide stream. A change that all neighbours
+share changes the cost, and is free.
 
-Where a group shrinks, the units that are worth least go; where it grows, units come that rested so far. The rate
-:math:`\eta` falls to zero over some `rounds`, of a window of steps each; then the structure is settled by itself.
+Where a group shrinks, its least important units leave; where it grows, stored units return. The rate :math:`\eta` falls
+to zero over a number of rounds, of a window of steps each; then the structure is final.
 
-No second network is run, no mask is random, and at every step the network is exactly as large as the budget allows.
+There is no second network and no random mask, and at every step the network is as large as the budget allows.
 """
 
 from __future__ import annotations
@@ -37,72 +39,106 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
+from slimstart.policies.base import LearnsFrom, check_count
 from slimstart.policies.budgets import BoundBudget, Budget
-from slimstart.policies.fitting import Fit
 from slimstart.policies.participation import participation
 from slimstart.policies.ranking import places
+from slimstart.policies.widths import Fit
 
 logger = logging.getLogger(__name__)
 
-ALIGN = 8
-ROUNDS = 16
-RATE = 0.5
-PULL = 8.0
-MOST = 0.35  # by which its worth may change a log-width in one round, before neighbours are drawn together
+SEARCHED = 0.2  # default length of the search, as a share of the training
+WINDOW = 50  # steps of a round where the length of the training is not known
+MOST = 0.35  # largest change of a log-width by importance in one round, before neighbours are pulled together
 SEEN = 100  # gradients that are kept: the last of a window
-FEWEST = 8  # of them that tell how many different things a group says; of fewer it is mostly noise
+FEWEST = 8  # gradients from which redundancy is estimated; with fewer it is mostly noise
 
 
+@dataclass(frozen=True)
 class EqualWorth:
-    """A `WatchingPolicy` over widths; made on the CPU.
+    """Settings of the policy that learns widths from the gradients of ordinary steps.
 
     Args:
-        table: of a network whose channels have one unit each (coupling "stream").
-        budget: `Channels`, `Params` or `Flops`.
-        align: large groups have multiples of so many units, because GPUs are slow at others.
-        rounds: draws until the structure is settled.
+        rounds: structure updates of a search, at most.
         rate: of the first round.
-        pull: how strongly neighbours are drawn to one share.
+        pull: strength with which the shares of neighbouring groups are pulled together.
+        align: widths of large groups are multiples of this, because GPUs are slow at others.
+        resample_every: steps of a round; by default such that `rounds` of them are the search, or 50 where its length
+            is not known.
+        search_steps: length of the search; by default a fifth of the training.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    rounds: int = 16
+    rate: float = 0.5
+    pull: float = 8.0
+    align: int = 8
+    resample_every: int | None = None
+    search_steps: int | None = None
+
+    coupling: ClassVar[str] = "stream"
+    learns_from: ClassVar[LearnsFrom] = "gradients"
+
+    def __post_init__(self) -> None:
+        check_count("rounds", self.rounds)
+        check_count("align", self.align)
+        check_count("resample_every", self.resample_every, optional=True)
+        check_count("search_steps", self.search_steps, optional=True)
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"`rate` is {self.rate}; it must be in (0, 1]")
+        if not 0 <= self.pull < math.inf:
+            raise ValueError(f"`pull` is {self.pull}; it must be finite, and at least 0")
+
+    def start(self, costs: CostTable, budget: Budget, total_steps: int | None = None) -> EqualWorthSearch:
+        return EqualWorthSearch(self, costs, budget, total_steps)
+
+
+class EqualWorthSearch:
+    """Learner of `EqualWorth`, a `GradientLearner`; made on the CPU.
+
+    Args:
+        settings: the policy.
+        costs: of a network whose channels have one unit each (coupling "stream").
+        budget: `Channels`, `Params` or `Flops`.
+        total_steps: steps of the whole training, if known.
+
+    Attributes:
+        rounds: structure updates of this search, from the settings and its length.
+        num_rounds: structure updates so far.
     """
 
     num_masks = 1
+    padding = None  # structure updates are few
 
-    def __init__(
-        self,
-        table: CostTable,
-        budget: Budget,
-        *,
-        align: int = ALIGN,
-        rounds: int = ROUNDS,
-        rate: float = RATE,
-        pull: float = PULL,
-    ) -> None:
-        for name, value in (("align", align), ("rounds", rounds)):
-            if value < 1:
-                raise ValueError(f"`{name}` is {value}; it must be at least 1")
-        if not 0 < rate <= 1:
-            raise ValueError(f"`rate` is {rate}; it must be in (0, 1]")
-        if not 0 <= pull < math.inf:
-            raise ValueError(f"`pull` is {pull}; it must be finite, and at least 0")
-        self.budget: BoundBudget = budget.bind(table)
-        self.align, self.rounds, self.rate, self.pull = align, rounds, rate, pull
-        self._fit = Fit(self.budget, table)
+    def __init__(self, settings: EqualWorth, costs: CostTable, budget: Budget, total_steps: int | None) -> None:
+        steps: float | None = settings.search_steps
+        if steps is None and total_steps is not None:
+            steps = SEARCHED * total_steps
+        window = WINDOW if steps is None else max(1, round(steps / settings.rounds))
+        self.window = window if settings.resample_every is None else settings.resample_every
+        self.rounds = settings.rounds if steps is None else min(settings.rounds, max(1, round(steps / self.window)))
+        self.budget: BoundBudget = budget.bind(costs)
+        self.settings, self.align = settings, settings.align
+        self._fit = Fit(self.budget, costs)
         self._group, self._sizes = self._fit.group, self._fit.sizes
-        self._equal_shares = self._log_widths = self._fit(self._sizes.double().log()[None])[0]
+        self._equal_shares = self._log_widths = self._fit.shares()
         self._neighbours = neighbours(self.budget, self._group, self._equal_shares.exp() / self._sizes)
         self.num_rounds, self._begun = 0, False
-        self._held = torch.zeros(len(self._sizes), dtype=torch.bool)
-        self._sums = torch.zeros(table.num_units, dtype=torch.float64)  # of squares, since the last draw
+        self._frozen = torch.zeros(len(self._sizes), dtype=torch.bool)
+        self._sums = torch.zeros(costs.num_units, dtype=torch.float64)  # of squares, since the last draw
         self._count = torch.zeros((), dtype=torch.float64)
-        self._seen = torch.zeros(SEEN, table.num_units)  # the last gradients, as on a ring
-        self._mask = self._wide(-torch.arange(table.num_units).double())
+        self._seen = torch.zeros(SEEN, costs.num_units)  # the last gradients, as a ring buffer
+        self._mask = self._wide(-torch.arange(costs.num_units).double())
 
     @property
     def is_done(self) -> bool:
@@ -110,7 +146,7 @@ class EqualWorth:
 
     @property
     def widths(self) -> Tensor:
-        """(G,) int64: how many units each group has now."""
+        """(G,) int64: units of each group in the present network."""
         return torch.bincount(self._group[self._mask], minlength=len(self._sizes))
 
     @property
@@ -122,16 +158,16 @@ class EqualWorth:
     def expected_cost(self) -> float:
         return self.budget.cost(self._mask) / self.budget.dense
 
-    def hold(self, units: Tensor) -> None:
-        self._held = self._totals(units.double()) > 0
+    def freeze(self, units: Tensor) -> None:
+        self._frozen = self._totals(units.double()) > 0
 
     def to(self, device: torch.device | str) -> None:
         self._sums, self._count, self._seen = (t.to(device) for t in (self._sums, self._count, self._seen))
 
     @torch.no_grad()
-    def watch_(self, gradients: Tensor) -> None:
+    def observe_(self, gradients: Tensor) -> None:
         gradients = gradients.detach().float()
-        ok = torch.isfinite(gradients).all()  # of a bad step nothing is learned
+        ok = torch.isfinite(gradients).all()  # a bad step is ignored
         self._sums.add_(torch.where(ok, gradients.double().square(), 0))
         place = (self._count.long() % SEEN).view(1)
         self._seen.index_copy_(0, place, torch.where(ok, gradients, self._seen.index_select(0, place)[0])[None])
@@ -140,13 +176,14 @@ class EqualWorth:
     def draw(self) -> Tensor:
         if self._begun and not self.is_done:
             if float(self._count):
-                worth = (self._sums / self._count).cpu()
-                self._learn(worth)
-                self._mask = self._wide(torch.where(self._mask, worth, -1 - torch.arange(len(worth))))
-            elif not bool(self._held.all()):  # then it is known from the start
+                importance = (self._sums / self._count).cpu()
+                self._learn(importance)
+                self._mask = self._wide(torch.where(self._mask, importance, -1 - torch.arange(len(importance))))
+            elif not bool(self._frozen.all()):  # otherwise a warning was given at the start
                 logger.warning(
-                    "nothing was learned of widths since the last draw: no finite gradients were seen. Train `net` of "
-                    "the SparseTraining, and step the optimizer before `update`"
+                    "a structure update is skipped: no finite gradients were observed since the last one. They are "
+                    "observed inside `optimizer.step()`, from the `.grad` of the model's parameters: call `backward` "
+                    "before it, with the optimizer that the SparseTraining was given"
                 )
             self.num_rounds += 1
             self._sums.zero_()
@@ -154,43 +191,43 @@ class EqualWorth:
         self._begun = True
         return self._mask[None].clone()
 
-    def _learn(self, worth: Tensor) -> None:
-        """Move the log-widths towards equal worth for equal cost."""
+    def _learn(self, importance: Tensor) -> None:
+        """Move the log-widths towards equal importance for equal cost."""
         present, each = self._mask.double(), self._mean_cost()
         widths = self._totals(present)
-        mean = self._totals(worth * present) / widths * (self._num_different() / widths)
-        known = (mean > 0) & ~self._held
+        mean = self._totals(importance * present) / widths * (self._num_different() / widths)
+        known = (mean > 0) & ~self._frozen
         if not bool(known.any()):
             return
         drive = torch.where(known, (mean / each).log(), 0.0)
-        # To the middle of what is spent, whatever a few groups that are worth nothing would like.
+        # Relative to the median of the cost, so that a few groups of no importance do not move the others.
         drive = torch.where(known, drive - _median(drive[known], (each * widths)[known]), 0.0)
-        rate = self.rate * (1 - self.num_rounds / self.rounds)
-        self._log_widths = self._fit(self._moved(drive, rate, known)[None], ~known)[0]
+        rate = self.settings.rate * (1 - self.num_rounds / self.rounds)
+        self._log_widths = self._fit(self._moved(drive, rate, known), ~known)
 
     def _moved(self, drive: Tensor, rate: float, known: Tensor) -> Tensor:
-        """Log-widths as worth drives them in one round, and as neighbours are drawn together."""
-        return self._drawn_together(self._log_widths + (rate * drive).clamp(-MOST, MOST), rate, known)
+        """Log-widths after one round: moved by importance, then pulled towards their neighbours."""
+        return self._pulled(self._log_widths + (rate * drive).clamp(-MOST, MOST), rate, known)
 
-    def _drawn_together(self, wanted: Tensor, rate: float, known: Tensor) -> Tensor:
-        """Log-widths x from w with x = w - rate * pull * (how far x is from its neighbours): they do not swing.
+    def _pulled(self, wanted: Tensor, rate: float, known: Tensor) -> Tensor:
+        """Solve x = w - rate * pull * (distance of x from its neighbours) for log-widths x, with w the wanted ones.
 
-        Groups that are not known stay where they are, and their neighbours are drawn to them.
+        Groups of unknown importance keep their widths, and their neighbours are pulled towards them.
         """
         apart = torch.diag(self._neighbours.sum(1)) - self._neighbours
-        system = torch.eye(len(wanted)).double() + rate * self.pull * known.double()[:, None] * apart
+        system = torch.eye(len(wanted)).double() + rate * self.settings.pull * known.double()[:, None] * apart
         gone: Tensor = torch.linalg.solve(system, wanted - self._equal_shares)
         return self._equal_shares + gone
 
     def _num_different(self) -> Tensor:
-        """(G,): how many different things the units of each group say."""
+        """(G,): number of independent directions of the gradients of each group."""
         seen, groups = self._seen[: int(self._count)].cpu().double(), range(len(self._sizes))
         if len(seen) < FEWEST:
             return self.widths.double()
         return torch.stack([participation(seen[:, self._mask & (self._group == g)]) for g in groups])
 
     def _mean_cost(self) -> Tensor:
-        """(G,): what a unit of each group costs, one more where there is one more to be had."""
+        """(G,): cost of one more unit of each group, or of its units where all are present."""
         costs, absent = self.budget.gradient(self.keep_probs), (~self._mask).double()
         some = self._totals(absent)
         return torch.where(
@@ -203,17 +240,17 @@ class EqualWorth:
         return torch.zeros(len(self._sizes), dtype=torch.float64).index_add(0, self._group, values)
 
     def _wide(self, preference: Tensor) -> Tensor:
-        """The mask of the present widths; of every group the units that come first by preference (U,)."""
-        return self._fit.whole_mask(self._log_widths.exp(), self.align, places(preference, self._group))
+        """The mask of the present widths, with the units of every group that come first by preference (U,)."""
+        return self._fit.mask(self._log_widths, self.align, places(preference, self._group))
 
     def update(self, losses: Tensor) -> None:
-        """Losses say nothing here: one network is not compared with another."""
+        """Ignored: this policy learns from gradients."""
 
     def best_guess(self) -> Tensor:
         return self._mask.clone()
 
     def candidates(self, n: int) -> Tensor:
-        """(1, U): there is one network to settle on, whatever is asked for."""
+        """(1, U), for every n: there is one final network."""
         return self._mask[None].clone()
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,13 +267,17 @@ class EqualWorth:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if missing := sorted(self.state_dict().keys() - state.keys()):
-            raise CheckpointError(f"`state` lacks {', '.join(missing)}; it is of another policy, or another version")
+            raise CheckpointError(
+                f"`state` lacks {', '.join(missing)}; it belongs to another policy or another version"
+            )
         if state["mask"].shape != self._mask.shape:
             raise CheckpointError(f"`state` has {state['mask'].numel()} units and this network {self._mask.numel()}")
         if state["limit"] != self.budget.limit:
-            raise CheckpointError(f"`state` has a budget of {state['limit']:g}, and this policy {self.budget.limit:g}")
+            raise CheckpointError(
+                f"`state` has a budget of {state['limit']:g}, and this training {self.budget.limit:g}"
+            )
         if len(state["seen"]) != min(SEEN, state["count"]):
-            raise CheckpointError(f"`state` has {len(state['seen'])} gradients; it is of another version")
+            raise CheckpointError(f"`state` has {len(state['seen'])} gradients; it belongs to another version")
         self._log_widths, self._mask = state["log_widths"].clone(), state["mask"].clone()
         self.num_rounds, self._begun = int(state["num_rounds"]), bool(state["begun"])
         # In place: a captured graph goes on with these tensors.
@@ -246,11 +287,11 @@ class EqualWorth:
 
 
 def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
-    """(G, G): which part of what a group costs it shares with each other one; a row sums up to 1 at most.
+    """(G, G): the part of the cost of a group that it shares with each other group; rows sum to 1 at most.
 
     Args:
         group: (U,) of the units.
-        shares: (G,) of the groups that are there.
+        shares: (G,), present units of each group, as a fraction.
     """
 
     def costs(shares: Tensor) -> Tensor:
@@ -265,7 +306,7 @@ def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
 
 
 def _median(values: Tensor, weights: Tensor) -> Tensor:
-    """The value in the middle, by weight."""
+    """The weighted median."""
     order = torch.argsort(values)
     below = torch.cumsum(weights[order], 0)
     return values[order[int((below < below[-1] / 2).sum())]]

@@ -11,61 +11,42 @@ unit, which the at-least-one rule keeps, costs more than its others).
 
 `Channels`: :math:`c(s) = \sum_u f_u s_u` is linear and w = f makes this the Euclidean projection, exactly. `Params`
 and `Flops`: c is a polynomial and :math:`\mathcal{S}` is not convex; its true nearest point empties whole layers. There
-w is all ones, or the gradient of c.
+w is all ones: all units are lowered by the same amount.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from slimstart.policies.budgets import BoundBudget, BoundChannels
 
-Direction = Literal["uniform", "gradient"]
-
 EPS = torch.finfo(torch.float64).eps
 # A projected point costs between (1 - TOLERANCE) * limit and limit.
 TOLERANCE = 1e-10
-# In direction "gradient", units flatter than this fraction of the steepest count as free of cost.
-FLAT = 1e-6
 
 
 @torch.no_grad()
-def project(z: Tensor, budget: BoundBudget, direction: Direction = "uniform") -> Tensor:
+def project(z: Tensor, budget: BoundBudget) -> Tensor:
     """The point of the feasible set that the module's docstring defines.
 
     Args:
         z: any real numbers, of shape (U,).
         budget: a budget bound to a cost table.
-        direction: w for `Params` and `Flops`. "uniform" lowers all units alike; "gradient" lowers each by what it
-            costs, and only when all that cost something are at 0, the others alike. `Channels` has its own.
 
     Returns:
         s, float64, with `budget.expected(s) <= budget.limit`.
     """
-    if direction not in get_args(Direction):
-        raise ValueError(f"`direction` is {direction!r}; it must be one of {', '.join(map(repr, get_args(Direction)))}")
     z = z.detach().cpu().double()
     if not bool(torch.isfinite(z).all()):
         raise ValueError(f"`z` has {int((~torch.isfinite(z)).sum())} entries that are NaN or infinite")
     inside = z.clamp(0, 1)
     if float(budget.expected(inside)) <= budget.limit:
         return inside
-    if isinstance(budget, BoundChannels):
-        return _euclidean(z, budget)
-    if direction == "gradient":
-        slope = budget.gradient(inside).clamp(min=0)
-        w = slope / slope.max().clamp(min=torch.finfo(slope.dtype).tiny)
-        w[w < FLAT] = 0
-        lowest = torch.where(w > 0, 0.0, inside)
-        if float(budget.expected(lowest)) <= budget.limit:
-            return _along(z, w, budget)
-        z = lowest
-    return _along(z, torch.ones_like(z), budget)
+    return _euclidean(z, budget) if isinstance(budget, BoundChannels) else _along(z, budget)
 
 
 @torch.no_grad()
@@ -109,22 +90,21 @@ def _euclidean(z: Tensor, budget: BoundChannels) -> Tensor:
     return feasible
 
 
-def _along(z: Tensor, w: Tensor, budget: BoundBudget) -> Tensor:
-    """The feasible end of the path clip(z - v w, 0, 1), whose start v = 0 is not feasible and whose far end is."""
+def _along(z: Tensor, budget: BoundBudget) -> Tensor:
+    """The feasible end of the path clip(z - v, 0, 1), whose start v = 0 is not feasible and whose far end is."""
     target = budget.limit * (1 - TOLERANCE / 2)
 
     def residual(v: float) -> float:
-        return float(budget.expected((z - v * w).clamp(0, 1))) - target
+        return float(budget.expected((z - v).clamp(0, 1))) - target
 
     inside = z.clamp(0, 1)
     at_zero = residual(0.0)
-    reach = float((z / w)[w > 0].max())  # everything that can move is at 0 there
     # Cost falls about with the square of the widths; so much for the first step.
     shrink = 1 - math.sqrt(target / (at_zero + target))
-    guess = shrink * float(inside.sum()) / float(w[inside > 0].sum().clamp(min=torch.finfo(w.dtype).tiny))
+    guess = shrink * float(inside.sum()) / max(1, int((inside > 0).sum()))
     # A little less than the whole half-window, lest rounding in the residual passes the limit.
-    v = _root(residual, at_zero, reach, guess, 0.49 * TOLERANCE * budget.limit)
-    return (z - v * w).clamp(0, 1)
+    v = _root(residual, at_zero, float(z.max()), guess, 0.49 * TOLERANCE * budget.limit)  # all are 0 at the largest z
+    return (z - v).clamp(0, 1)
 
 
 def _root(residual: Callable[[float], float], at_zero: float, high: float, guess: float, tolerance: float) -> float:
@@ -150,6 +130,6 @@ def _root(residual: Callable[[float], float], at_zero: float, high: float, guess
         if low < v_new < high:
             v = v_new
         else:
-            # In direction "gradient", v may range over many decades: halve those first.
+            # v may range over many decades: halve those first.
             v = math.sqrt(low * high) if high > 4 * low > 0 else (low + high) / 2
     return high

@@ -1,182 +1,144 @@
-r"""NestedWidths: how many units every group has, learned from pairs of networks that differ in all widths at once.
+"""Widths that fill a budget: log-widths shifted by one number until they do, and whole widths that a GPU is fast with.
 
-At the start of a training the channels of a layer are exchangeable; what matters is how many there are. So what is
-learned is one log-width :math:`\mu_g` per group, and a group keeps its first units. A pair of networks has
-
-.. math:: w^\pm = \mathrm{fit}(\mu \pm \sigma r), \qquad r_g = \pm 1 \text{ at random},
-
-where `fit` moves all log-widths by one number, such that the network is the largest within the budget: every network of
-a search has it exactly, not in expectation. From the two losses on one batch (Spall 1992)
-
-.. math:: g = \frac{L(w^+) - L(w^-)}{2 \sigma} \, r,
-
-whose mean is the gradient of the loss along each log-width, but for terms of order :math:`\sigma^2`; Adam follows it.
-Groups are few, so a loss says far more of each than of a single unit among thousands.
+Everything that has widths rounds them here: the search of `EqualWorth`, its start, and the uniform network by hand.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
-from slimstart.errors import CheckpointError
-from slimstart.policies.adam import Adam, AdamState
-from slimstart.policies.budgets import BoundBudget, Budget
-from slimstart.policies.fitting import Fit
+from slimstart.policies.budgets import BoundBudget
+from slimstart.policies.ranking import places
 
-SIGMA = 0.2
-LR = 0.03
+FILLED = 0.99  # share of a budget that is enough
+SMALL = 8  # groups of fewer units than this many times `align` have any width: multiples would be too far apart
 
 
-class NestedWidths:
-    """A `DevicePolicy` over widths; made on the CPU. It starts from equal shares of all groups.
+class Fit:
+    """Widths of the groups of one network that fill a budget.
 
     Args:
-        table: the network's cost table.
-        budget: `Channels`, `Params` or `Flops`.
-        sigma: by how much log-widths of a pair differ from their mean.
-        lr: Adam's learning rate for log-widths.
-        total_steps: number of updates over which `lr` falls to 0 along a cosine; None keeps it constant.
-        seed: of the signs.
+        budget: bound to `costs`.
+        costs: of the network.
+
+    Attributes:
+        group: (U,) int64, the group of each unit, from 0 to G - 1.
+        sizes: (G,) int64, units of each group.
     """
 
-    num_masks = 2
+    ROUNDS, POINTS = 5, 16
 
-    def __init__(
-        self,
-        table: CostTable,
-        budget: Budget,
-        *,
-        sigma: float = SIGMA,
-        lr: float = LR,
-        total_steps: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        for name, value in (("sigma", sigma), ("lr", lr)):
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"`{name}` is {value}; it must be positive and finite")
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(f"`total_steps` is {total_steps}; it must be at least 1, or None for a constant `lr`")
-        self.budget: BoundBudget = budget.bind(table)  # on the CPU, always
-        self.sigma = sigma
-        self._table, self._generator = table, torch.Generator().manual_seed(seed)
-        self._adam, self._fit = Adam(lr, total_steps), Fit(self.budget, table)
-        self._host_fit = self._fit
-        self._mu = self._fit(self._fit.sizes.double().log()[None])[0]
-        zeros = torch.zeros_like(self._mu)
-        self._moments = AdamState(zeros, zeros.clone(), torch.zeros((), dtype=torch.float64))
-        self._signs = torch.zeros_like(self._mu)
-        self._masks = torch.zeros(2, table.num_units, dtype=torch.bool)
-        self._pending = False  # masks are drawn and not learned from
+    def __init__(self, budget: BoundBudget, costs: CostTable) -> None:
+        self._budget = budget
+        self.group = torch.unique(costs.unit_group.cpu(), return_inverse=True)[1]
+        self.sizes = torch.bincount(self.group)
+        self._rank = places(torch.zeros(costs.num_units), self.group)
+        self._reach = 2 * math.log(max(2, int(self.sizes.max()))) + 1  # from one unit each to all of them
+        self._points = torch.linspace(0, 1, self.POINTS, dtype=torch.float64)
 
-    @property
-    def widths(self) -> Tensor:
-        """(G,) int64 on the CPU: how many units each group has now."""
-        return self._mu.cpu().exp().round().long()
+    def masks(self, widths: Tensor, rank: Tensor | None = None) -> Tensor:
+        """(..., U): the first units of every group, for widths (..., G); at least one.
 
-    @property
-    def keep_probs(self) -> Tensor:
-        """1 for units of both networks of most pairs, 0 for those of none, and 1/2 between them."""
-        sizes = self._mu.cpu()
-        inner, outer = (self._host_fit.masks((sizes + shift).exp()) for shift in (-self.sigma, self.sigma))
-        return (inner.double() + outer.double()) / 2
-
-    @property
-    def expected_cost(self) -> float:
-        return self.budget.cost(self.best_guess()) / self.budget.dense
-
-    @property
-    def num_updates(self) -> int:
-        return int(self._moments.num_steps)
-
-    @property
-    def capturable(self) -> bool:
-        return self.budget.num_units > 0
-
-    @property
-    def numbers_shape(self) -> tuple[int, ...]:
-        return tuple(self._mu.shape)
-
-    def to(self, device: torch.device | str) -> None:
-        self._mu, self._signs, self._masks = (t.to(device) for t in (self._mu, self._signs, self._masks))
-        self._moments = AdamState(*(tensor.to(device) for tensor in self._moments))
-        self._adam, self._fit = self._adam.to(device), self._fit.to(device)
-
-    def prepare(self) -> None:
-        pass  # a few signs are made in no time
-
-    def random_numbers(self) -> Tensor:
-        """Signs, (G,)."""
-        return torch.randint(0, 2, self.numbers_shape, generator=self._generator).double() * 2 - 1
-
-    def draw(self) -> Tensor:
-        return self.draw_with(self.random_numbers().to(self._mu.device)).clone()
-
-    def draw_with(self, numbers: Tensor) -> Tensor:
-        self._pending = True
-        self._signs.copy_(numbers)
-        away = self.sigma * self._signs
-        return self._masks.copy_(self._fit.masks(self._fit(torch.stack([self._mu + away, self._mu - away])).exp()))
-
-    def update(self, losses: Tensor) -> None:
-        """Learn from the losses (2,) of the last draw, once per draw.
-
-        Raises:
-            RuntimeError: there was no draw since the last update.
-            ValueError: a loss is not finite; nothing has changed then.
+        Args:
+            rank: (U,), the place of each unit within its group; by default their order.
         """
-        if not self._pending:
-            raise RuntimeError("`update` needs masks that it has not used yet; call `draw` before it")
-        if losses.shape != (2,) or not bool(torch.isfinite(losses).all()):
-            raise ValueError(f"`losses` is {losses.tolist()}; it must be two finite numbers. Widths are unchanged")
-        self.learn_(losses.detach().to(self._mu), torch.ones((), dtype=torch.bool, device=self._mu.device))
+        rank = self._rank if rank is None else rank
+        return rank < widths.round().clamp(min=1)[..., self.group]
 
-    @torch.no_grad()
-    def learn_(self, losses: Tensor, ok: Tensor) -> None:
-        gradient = (losses[0] - losses[1]) / (2 * self.sigma) * self._signs
-        z, moments = self._adam.step(self._mu, gradient, self._moments)
-        mu = self._fit(z[None])[0]
-        for old, new in zip((self._mu, *self._moments), (mu, *moments), strict=True):
-            torch.where(ok, new, old, out=old)
-        self._pending = False
+    def mask(self, log_widths: Tensor, align: int = 1, rank: Tensor | None = None) -> Tensor:
+        """(U,): the mask of `whole` widths near the given ones, (G,); `rank` as for `masks`."""
 
-    def best_guess(self) -> Tensor:
-        """The network of the present widths, with what rounding has left of the budget given out."""
-        return self._host_fit.whole_mask(self._mu.cpu().exp())
+        def cost(widths: Tensor) -> float:
+            return self._budget.cost(self.masks(widths, rank))
 
-    def candidates(self, n: int) -> Tensor:
-        """(1, U): there is one network to settle on, whatever is asked for."""
-        return self.best_guess()[None]
+        return self.masks(whole(log_widths.exp(), self.sizes, align, cost, self._budget.limit), rank)
 
-    def state_dict(self) -> dict[str, Any]:
-        """On the CPU, whatever the policy's device."""
-        exp_avg, exp_avg_sq = (moment.to("cpu", copy=True) for moment in self._moments[:2])
-        return {
-            "log_widths": self._mu.to("cpu", copy=True),
-            "num_updates": self.num_updates,
-            "adam": {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
-            "generator": self._generator.get_state(),
-            "signs": self._signs.to("cpu", copy=True) if self._pending else None,
-        }
+    def shares(self, profile: Tensor | None = None) -> Tensor:
+        """(G,): log-widths of the largest share within the budget, equal for all groups or in proportion to a profile.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if missing := sorted({"log_widths", "num_updates", "adam", "generator", "signs"} - state.keys()):
-            raise CheckpointError(f"`state` lacks {', '.join(missing)}; it is not a `NestedWidths` state")
-        if state["log_widths"].shape != self._mu.shape:
-            raise CheckpointError(
-                f"`state` has {state['log_widths'].numel()} widths and this network {self._mu.numel()} groups"
-            )
-        # In place: a captured graph goes on with these tensors.
-        self._mu.copy_(state["log_widths"])
-        self._moments.exp_avg.copy_(state["adam"]["exp_avg"])
-        self._moments.exp_avg_sq.copy_(state["adam"]["exp_avg_sq"])
-        self._moments.num_steps.fill_(state["num_updates"])
-        self._generator.set_state(state["generator"].cpu())
-        if state["signs"] is not None:
-            self.draw_with(state["signs"].to(self._mu.device))
-        self._pending = state["signs"] is not None
+        Args:
+            profile: (G,) positive numbers.
+        """
+        wanted = self.sizes.double().log()
+        if profile is not None:  # within reach, whatever the profile
+            wanted = (wanted + (profile / profile.max()).log()).clamp(min=-self._reach / 2)
+        return self(wanted)
+
+    def __call__(self, log_widths: Tensor, frozen: Tensor | None = None) -> Tensor:
+        """The same log-widths (G,), shifted by one number, so that their network fills the budget.
+
+        Args:
+            frozen: (G,) bool, groups that are not shifted; they must fit with the others at one unit.
+        """
+        shifted = 1.0 if frozen is None else (~frozen).double()
+        low, span = torch.tensor(-self._reach, dtype=torch.float64), 2 * self._reach
+        for _ in range(self.ROUNDS):  # the first point fits, as it did before: widths of at most one unit do
+            tried = low + span * self._points
+            widths = self._within(log_widths + tried[:, None] * shifted).exp()
+            fits = (self._budget.expected(self.masks(widths)) <= self._budget.limit).long()
+            low, span = tried[fits[1:].cumprod(0).sum()], span / (self.POINTS - 1)
+        return self._within(log_widths + low * shifted)
+
+    def _within(self, log_widths: Tensor) -> Tensor:
+        return torch.minimum(log_widths.clamp(min=0), self.sizes.double().log())
+
+
+def steps(sizes: Tensor, align: int) -> Tensor:
+    """(G,): steps in which groups of these sizes grow: `align`, twice that for the largest, one unit for small ones."""
+    if align == 1:
+        return torch.ones_like(sizes)
+    large = torch.where(sizes >= 32 * align, 2 * align, align)
+    return torch.where(sizes >= SMALL * align, large, 1)
+
+
+def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], float], limit: float) -> Tensor:
+    """Whole widths near the wanted ones that fill the budget: multiples of `steps`, or of `align` where few are wanted.
+
+    No group gets more than a step, or a quarter, above its wanted width. Where that leaves too much of the budget, as
+    in networks of few groups, some widths are between two steps.
+
+    Args:
+        wanted: (G,) float64.
+        sizes: (G,) int64, the largest possible widths.
+        align: see `steps`.
+        cost: of widths (G,) int64.
+        limit: of the cost; one unit per group costs less.
+    """
+    step = steps(sizes, align)
+    step = torch.where((step > align) & (wanted < SMALL * align), align, step)  # fine where few are wanted
+    if align > 1 and cost(torch.minimum(step, sizes)) > limit:
+        return whole(wanted, sizes, 1, cost, limit)
+    least = torch.minimum(step, sizes)
+    most = torch.minimum(torch.maximum(wanted + step, 1.25 * wanted).floor().long(), sizes)
+    widths = torch.minimum((wanted / step).round().long().clamp(min=1) * step, sizes)
+    numbers = torch.arange(len(step))
+    while cost(widths) > limit:  # take away where most was given, for what was wanted
+        given = torch.where(widths > least, widths / wanted, 0.0)
+        widths = torch.maximum(widths - step * (numbers == int(given.argmax())), least)
+
+    def widen(group: int, by: Tensor) -> bool:
+        nonlocal widths
+        wider = torch.minimum(widths + by * (numbers == group), sizes)
+        if not int(widths[group]) < int(wider[group]) <= int(most[group]) or cost(wider) > limit:
+            return False
+        widths = wider
+        return True
+
+    def by_need() -> list[int]:
+        return list(torch.argsort(widths / wanted, stable=True).tolist())
+
+    grows = True
+    while grows:  # give out what is left, first where most is missing
+        grows = False
+        for group in by_need():
+            grows |= widen(group, step)
+    needy = by_need()
+    while needy and cost(widths) < FILLED * limit:  # unit by unit, one group after the other
+        if not widen(needy[0], torch.ones_like(step)):
+            del needy[0]
+    return widths

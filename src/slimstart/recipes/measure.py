@@ -13,6 +13,7 @@ from slimstart.accounting.timing import Step, Stopwatch, compare
 from slimstart.baselines import RELAXATIONS, narrow_to
 from slimstart.devices import device_of
 from slimstart.errors import BudgetError
+from slimstart.policies import get_policy
 from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
 from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
@@ -87,7 +88,8 @@ def step_times(
             small = _narrowed(make_model(), batch, own_flops, dense_flops, align)
             steps["narrow"] = _plain_step(recipe, small, batch, engine)
     if recipe.method == "slimstart":
-        draws = recipe.policy == "paper"  # other policies settle early: their steps are steps without draws
+        # A policy that learns from gradients ends its search early: its steps are steps without draws.
+        draws = get_policy(recipe.policy).learns_from == "losses"
         held_long = draws and every > 1  # then draws are made by hand, so that a held step makes none
         endless = merged(recipe, {"resample_every": 1 if draws and not held_long else 10**9})
         search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000, engine=engine)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.narrow import Networks, ResidentNetworks, ResidentSlotNetworks, SlotNetworks
-from slimstart.policies import DevicePolicy, Policy, WatchingPolicy
+from slimstart.policies import DeviceLearner, Learner
 from slimstart.steps.backward import Backward
 from slimstart.steps.choice import choose
 from slimstart.steps.graphs import Steps
@@ -43,10 +43,9 @@ def assemble(
     model: nn.Module,
     optimizer: Optimizer,
     graph: ChannelGraph,
-    policy: Policy,
+    policy: Learner,
     backward: Backward,
     engine: str,
-    align: int | None,
     device: torch.device | None = None,
     wrapped: bool = False,
 ) -> Assembly:
@@ -62,12 +61,12 @@ def assemble(
     place = device or device_of(model)
     with _as_if_on(place, optimizer) if device is not None else nullcontext():
         chosen, reason = ("eager", "the network is wrapped") if wrapped else choose(engine, optimizer, place)
-    watching = isinstance(policy, WatchingPolicy)  # its draws are few, and as wide as they should be
-    if chosen == "graphs" and align == 1 and not watching:
+    padding = policy.padding
+    if chosen == "graphs" and padding is not None and padding.align == 1:
         if engine == "graphs":
             raise ValueError("`engine` is 'graphs' and `align` 1: without room to spare, shapes change at every draw")
         chosen, reason = "eager", "`align` is 1, so shapes change at every draw"
-    align = 1 if watching else align or (ALIGN if chosen == "graphs" else 1)
+    align = 1 if padding is None else padding.align or (ALIGN if chosen == "graphs" else 1)
     steps: Steps | None = None
     networks: Networks
     if align == 1 and chosen == "eager":
@@ -76,8 +75,7 @@ def assemble(
         )
         search = Search(policy, networks)
     else:
-        # A policy of the user's need not know how far its draws go.
-        spread = None if watching else getattr(policy, "spread", 4.0)
+        spread = None if padding is None else padding.spread
         networks = slots = (
             SlotNetworks(model, optimizer, graph, align, spread)
             if device is None
@@ -87,7 +85,7 @@ def assemble(
         if chosen == "graphs":
             losses = torch.zeros(policy.num_masks, dtype=torch.float64, device=place)
             steps = Steps(slots, backward, losses)
-            if isinstance(policy, DevicePolicy) and policy.capturable:
+            if isinstance(policy, DeviceLearner) and policy.capturable:
                 search = DeviceSearch(policy, slots, losses, steps.ok, steps.side)
     search.begin()
     return Assembly(networks, search, steps, reason)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slimstart.narrow import Networks, SlotNetworks
-from slimstart.policies import DevicePolicy, Policy
+from slimstart.policies import DeviceLearner, Learner
 from slimstart.steps.capture import Graphed
 
 LOOK_EVERY = 100  # draws, after which it is looked at whether less room would do
@@ -20,7 +20,7 @@ LOOK_EVERY = 100  # draws, after which it is looked at whether less room would d
 class Search:
     """On the host: any policy, any networks."""
 
-    def __init__(self, policy: Policy, networks: Networks) -> None:
+    def __init__(self, policy: Learner, networks: Networks) -> None:
         self.policy, self.networks = policy, networks
         self._pending: Tensor | None = None
         self._num_draws = 0
@@ -72,11 +72,11 @@ class DeviceSearch(Search):
         stream: to run on.
     """
 
-    policy: DevicePolicy
+    policy: DeviceLearner
     networks: SlotNetworks
 
     def __init__(
-        self, policy: DevicePolicy, networks: SlotNetworks, losses: Tensor, ok: Tensor, stream: torch.cuda.Stream
+        self, policy: DeviceLearner, networks: SlotNetworks, losses: Tensor, ok: Tensor, stream: torch.cuda.Stream
     ) -> None:
         super().__init__(policy, networks)
         self._losses, self._ok, self._stream = losses, ok, stream

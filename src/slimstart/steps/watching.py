@@ -28,7 +28,7 @@ from slimstart.graph.readers import LAYERS, Reader, readers
 from slimstart.inputs import as_call
 from slimstart.narrow import Networks
 from slimstart.narrow.compact import tensor_places
-from slimstart.policies import WatchingPolicy
+from slimstart.policies import GradientLearner
 from slimstart.steps import calls
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Watch:
 
     def __init__(
         self,
-        policy: WatchingPolicy,
+        policy: GradientLearner,
         graph: ChannelGraph,
         model: nn.Module,
         optimizer: Optimizer,
@@ -72,7 +72,7 @@ class Watch:
         self._hook: RemovableHandle | None = None
         held = unknown(graph, model, example_inputs, found, self._readers)
         self._knows_nothing = bool(held.all())
-        policy.hold(held)
+        policy.freeze(held)
 
     @property
     def is_on(self) -> bool:
@@ -116,7 +116,7 @@ class Watch:
             gradients = torch.zeros(self._num_units + 1, dtype=torch.float64, device=columns[0].device)
             gradients.index_add_(0, torch.cat(units), torch.cat(columns))
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it out by itself, later
-            self._policy.watch_(gradients[:-1] if scale is None else gradients[:-1] / scale)  # the last always stays
+            self._policy.observe_(gradients[:-1] if scale is None else gradients[:-1] / scale)  # the last always stays
 
 
 def unknown(

@@ -1,4 +1,4 @@
-r"""BernoulliUnits, the paper's policy: one keep-probability per unit,
+r"""The paper's policy (Algorithm 1): one keep-probability per unit,
 
 .. math:: s \leftarrow \mathrm{proj}_\mathcal{S}(s - \mathrm{Adam}(g)), \qquad
           g \approx H^\alpha(s) \nabla_s \mathbb{E}_{p(m|s)} L(m).
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,84 +18,108 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.policies.adam import Adam, AdamState
-from slimstart.policies.budgets import BoundBudget, BoundChannels, Budget
+from slimstart.policies.base import LearnsFrom, Padding, check_count
+from slimstart.policies.budgets import BoundBudget, Budget
 from slimstart.policies.capping import SPREAD, TRIES, Cap
 from slimstart.policies.cutting import cut, most_probable
 from slimstart.policies.estimators import Estimator, get_estimator
 from slimstart.policies.multisection import Multisection
 from slimstart.policies.probabilities import sample, uniform_numbers
-from slimstart.policies.projection import Direction, project, uniform_start
+from slimstart.policies.projection import project, uniform_start
 
 SAMPLINGS = ("bernoulli", "capped")
-ALPHA, STRUCTURE_LR = 0.5, 12e-3  # the paper's
+UNCAPPED_SPREAD = 4.0  # standard deviations above its mean that a width hardly ever reaches without a cap
 
 
-class BernoulliUnits:
-    """The paper's policy: independent keep-probabilities, a policy gradient, Adam, and the projection on the budget.
+@dataclass(frozen=True)
+class Paper:
+    """Settings of the paper's policy; the defaults are the paper's, except for `sampling`.
+
+    Args:
+        estimator: of the gradient of s: "vr_pge" (the paper), "pge", "vr_pge_symmetric", "leave_one_out", or an
+            `Estimator`.
+        alpha: exponent of the preconditioner H, in [0, 1].
+        structure_lr: Adam's learning rate for s.
+        sampling: "bernoulli" (the paper), or "capped": a group with many more units than expected is drawn again, so
+            that networks need less spare capacity (`capping`). By default "capped" for estimators that compare losses,
+            and "bernoulli" for others, which it would bias.
+        resample_every: steps for which a sub-network is kept. Only the first of them updates s: after it the weights
+            have been trained for this mask, and the losses no longer compare.
+        align: capacity of narrow layers is a multiple of this many units, so that shapes survive a draw. 1: exact
+            widths. None: 8 in CUDA graphs, 1 otherwise.
+        seed: of the masks.
+        search_steps: steps over which `structure_lr` falls to 0 along a cosine; by default those of the whole training.
+            Without either it is constant.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    estimator: str | Estimator = "vr_pge"
+    alpha: float = 0.5
+    structure_lr: float = 12e-3
+    sampling: str | None = None
+    resample_every: int = 1
+    align: int | None = None
+    seed: int = 0
+    search_steps: int | None = None
+
+    coupling: ClassVar[str] = "filter"
+    learns_from: ClassVar[LearnsFrom] = "losses"
+
+    def __post_init__(self) -> None:
+        estimator = get_estimator(self.estimator)
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"`alpha` is {self.alpha}; it must be in [0, 1] (the paper: 1/2)")
+        if not 0 < self.structure_lr < math.inf:
+            raise ValueError(f"`structure_lr` is {self.structure_lr}; it must be positive and finite")
+        if self.sampling not in (None, *SAMPLINGS):
+            raise ValueError(f"`sampling` is {self.sampling!r}; it must be one of {', '.join(map(repr, SAMPLINGS))}")
+        if self.sampling == "capped" and not estimator.centred:
+            raise ValueError(
+                f"`sampling` is 'capped', which biases {estimator.name!r}: it does not compare losses of several "
+                "masks. Use 'bernoulli', or another estimator"
+            )
+        check_count("resample_every", self.resample_every)
+        check_count("align", self.align, optional=True)
+        check_count("search_steps", self.search_steps, optional=True)
+        if not (isinstance(self.seed, Integral) and 0 <= int(self.seed) < 2**63):
+            raise ValueError(f"`seed` is {self.seed!r}; it must be a whole number in [0, 2**63)")
+
+    def start(self, costs: CostTable, budget: Budget, total_steps: int | None = None) -> PaperSearch:
+        return PaperSearch(self, costs, budget, total_steps)
+
+
+class PaperSearch:
+    """Learner of `Paper`: independent keep-probabilities, a policy gradient, Adam, and the projection on the budget.
 
     Where s reaches 0 or 1 its score is 0, and only Adam's momentum or the projection moves it again.
 
-    It is a `DevicePolicy`, made on the CPU. There `update` projects to 1e-10 of the limit, in as many steps as it takes
-    (`project`); on other devices, and in `learn_` everywhere, to about 1e-7 in a fixed number (`Multisection`).
-
-    Args:
-        table: the network's cost table.
-        budget: `Channels`, `Params` or `Flops`.
-        estimator: a name in `ESTIMATORS`, or an `Estimator`.
-        alpha: exponent of the preconditioner, in [0, 1].
-        lr: Adam's learning rate for s.
-        total_steps: number of updates over which `lr` falls to 0 along a cosine; None keeps it constant.
-        seed: of the masks.
-        direction: see `project`.
-        sampling: "bernoulli" (the paper), or "capped": a group that comes out much larger than expected is drawn again
-            (`capping`); for estimators that compare losses.
-
-    Attributes:
-        spread: standard deviations above its mean that the number of kept units of a group hardly ever reaches.
+    It is a `DeviceLearner`, made on the CPU. There `update` projects to 1e-10 of the limit, in as many iterations as
+    needed (`project`); on other devices, and in `learn_` everywhere, to about 1e-7 in a fixed number (`Multisection`).
     """
 
-    def __init__(
-        self,
-        table: CostTable,
-        budget: Budget,
-        estimator: str | Estimator = "vr_pge",
-        *,
-        alpha: float = ALPHA,
-        lr: float = STRUCTURE_LR,
-        total_steps: int | None = None,
-        seed: int = 0,
-        direction: Direction = "uniform",
-        sampling: str = "bernoulli",
-    ) -> None:
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"`alpha` is {alpha}; it must be in [0, 1] (the paper: 1/2)")
-        if not (lr > 0 and math.isfinite(lr)):
-            raise ValueError(f"`lr` is {lr}; it must be positive and finite")
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(f"`total_steps` is {total_steps}; it must be at least 1, or None for a constant `lr`")
-        self.estimator = get_estimator(estimator)
+    is_done = False
+
+    def __init__(self, settings: Paper, costs: CostTable, budget: Budget, total_steps: int | None) -> None:
+        search_steps = total_steps if settings.search_steps is None else settings.search_steps
+        num_updates = None if search_steps is None else max(1, math.ceil(search_steps / settings.resample_every))
+        self.estimator = get_estimator(settings.estimator)
         self.num_masks = self.estimator.num_masks
-        if sampling not in SAMPLINGS:
-            raise ValueError(f"`sampling` is {sampling!r}; it must be one of {', '.join(map(repr, SAMPLINGS))}")
-        if sampling == "capped" and not self.estimator.centred:
-            raise ValueError(
-                f"`sampling` is 'capped', which biases {self.estimator.name!r}: it does not compare losses of several "
-                "masks. Use 'bernoulli', or another estimator"
-            )
-        self.budget: BoundBudget = budget.bind(table)  # on the CPU, always
-        self.alpha, self.lr, self.total_steps, self.direction = alpha, lr, total_steps, direction
-        self._table = table
-        self._generator = torch.Generator().manual_seed(seed)
-        self._adam = Adam(lr, total_steps)
+        capped = self.estimator.centred if settings.sampling is None else settings.sampling == "capped"
+        self.window = settings.resample_every
+        self.padding = Padding(settings.align, SPREAD if capped else UNCAPPED_SPREAD)
+        self.budget: BoundBudget = budget.bind(costs)  # on the CPU, always
+        self.settings, self._costs = settings, costs
+        self._generator = torch.Generator().manual_seed(settings.seed)
+        self._adam = Adam(settings.structure_lr, num_updates)
         self._multisection = Multisection(self.budget)
-        # The start is feasible; projecting it refuses a wrong `direction` here and not at the first update.
-        self._s = project(uniform_start(self.budget), self.budget, direction)
+        self._s = uniform_start(self.budget)
         self._moments = AdamState(
             torch.zeros_like(self._s), torch.zeros_like(self._s), torch.zeros((), dtype=torch.float64)
         )
-        self._masks = torch.zeros(self.num_masks, table.num_units, dtype=torch.bool)
-        self._cap = Cap(table.unit_group) if sampling == "capped" else None
-        self.spread = SPREAD if sampling == "capped" else 4.0
+        self._masks = torch.zeros(self.num_masks, costs.num_units, dtype=torch.bool)
+        self._cap = Cap(costs.unit_group) if capped else None
         self._pending = False  # masks are drawn and not learned from
         self._ahead: tuple[Tensor, Tensor] | None = None  # numbers of the next draw, and the generator before them
 
@@ -111,9 +137,7 @@ class BernoulliUnits:
 
     @property
     def capturable(self) -> bool:
-        """An estimator that says so, direction "uniform" or a `Channels` budget, and something to learn."""
-        alike = self.direction == "uniform" or isinstance(self.budget, BoundChannels)
-        return alike and self.estimator.capturable and self.budget.num_units > 0
+        return self.estimator.capturable and self.budget.num_units > 0
 
     def to(self, device: torch.device | str) -> None:
         self._s, self._masks = self._s.to(device), self._masks.to(device)
@@ -141,7 +165,7 @@ class BernoulliUnits:
         return uniform_numbers(math.prod(tries), num_units, self._generator).view(self.numbers_shape)
 
     def _rewind(self) -> None:
-        """Give back numbers that were prepared and not used."""
+        """Discard numbers that were prepared and not used, and restore the generator."""
         if self._ahead is not None:
             self._generator.set_state(self._ahead[1])
             self._ahead = None
@@ -166,7 +190,7 @@ class BernoulliUnits:
             ValueError: a loss is NaN or infinite, or there are too few or too many; nothing has changed then.
         """
         if not self._pending:
-            raise RuntimeError("`update` needs masks that it has not used yet; call `draw` before it")
+            raise RuntimeError("`update` needs a new draw; call `draw` before it")
         self._check_losses(losses)
         losses = losses.detach().cpu().double()
         if not bool(torch.isfinite(losses).all()):
@@ -176,21 +200,21 @@ class BernoulliUnits:
         self._learn_(
             losses.to(device),
             torch.ones((), dtype=torch.bool, device=device),
-            self._multisection if fixed else lambda z, _: project(z, self.budget, self.direction).to(device),
+            self._multisection if fixed else lambda z, _: project(z, self.budget).to(device),
         )
 
     def learn_(self, losses: Tensor, ok: Tensor) -> None:
         if not self.capturable:
             raise RuntimeError(
-                f"`learn_` cannot do without the host for estimator {self.estimator.name!r} in direction "
-                f"{self.direction!r}; ask `capturable` first, and call `update`"
+                f"`learn_` needs the host for the estimator {self.estimator.name!r}; check `capturable` first, and "
+                "call `update`"
             )
         self._check_losses(losses)
         self._learn_(losses, ok, self._multisection)
 
     @torch.no_grad()
     def _learn_(self, losses: Tensor, ok: Tensor, projection: Callable[[Tensor, Tensor], Tensor]) -> None:
-        gradient = self.estimator.gradient(losses, self._masks, self._s, self.alpha)
+        gradient = self.estimator.gradient(losses, self._masks, self._s, self.settings.alpha)
         z, moments = self._adam.step(self._s, gradient, self._moments)
         s = projection(z, self._s)
         for old, new in zip((self._s, *self._moments), (s, *moments), strict=True):
@@ -206,10 +230,10 @@ class BernoulliUnits:
     def best_guess(self) -> Tensor:
         """The most probable of the masks that keep, in every group, the expected number of units; cut to the budget."""
         s = self.keep_probs
-        return cut(most_probable(s, self._table.unit_group.cpu()), s, self._table, self.budget)
+        return cut(most_probable(s, self._costs.unit_group.cpu()), s, self._costs, self.budget)
 
     def candidates(self, n: int) -> Tensor:
-        """(n, U) drawn masks, each cut to the budget; takes random numbers from the policy's own generator."""
+        """(n, U) drawn masks, each cut to the budget; takes random numbers from the learner's generator."""
         if n < 1:
             raise ValueError(f"`n` is {n}; it must be at least 1")
         self._rewind()
@@ -217,10 +241,10 @@ class BernoulliUnits:
         masks = sample(s, n * (1 if self._cap is None else TRIES), self._generator)
         if self._cap is not None:
             masks = self._cap.to("cpu").first_within(masks.view(TRIES, n, -1), s)
-        return torch.stack([cut(mask, s, self._table, self.budget) for mask in masks])
+        return torch.stack([cut(mask, s, self._costs, self.budget) for mask in masks])
 
     def state_dict(self) -> dict[str, Any]:
-        """On the CPU, whatever the policy's device: a state of one device can be loaded on another."""
+        """On the CPU, so that a state of one device can be loaded on another."""
         self._rewind()
         exp_avg, exp_avg_sq = (moment.to("cpu", copy=True) for moment in self._moments[:2])
         return {
@@ -235,7 +259,7 @@ class BernoulliUnits:
         missing = sorted({"keep_probs", "num_updates", "adam", "generator", "masks"} - state.keys())
         missing = missing or sorted({"exp_avg", "exp_avg_sq"} - state["adam"].keys())
         if missing:
-            raise CheckpointError(f"`state` lacks {', '.join(missing)}; it is not a `BernoulliUnits` state")
+            raise CheckpointError(f"`state` lacks {', '.join(missing)}; it is not a state of the paper's policy")
         keep_probs, masks, adam = state["keep_probs"], state["masks"], state["adam"]
         for what, tensor in (("keep-probabilities", keep_probs), *adam.items()):
             if tensor.shape != self._s.shape:
@@ -244,7 +268,7 @@ class BernoulliUnits:
             raise CheckpointError(
                 f"`state` has masks of shape {tuple(masks.shape)}; {self.estimator.name} draws {self.num_masks}"
             )
-        s = project(keep_probs, self.budget, self.direction)  # it may come from a search under a larger budget
+        s = project(keep_probs, self.budget)  # it may come from a search under a larger budget
         self._ahead = None
         self._generator.set_state(state["generator"].cpu())
         # In place: a captured graph goes on with these tensors.

@@ -1,0 +1,166 @@
+"""The contract between a training and a policy: `Policy` holds settings, `Learner` the running state.
+
+A policy says what it needs: a coupling, and losses or gradients to learn from. `start` returns a learner, which draws
+masks, learns, and keeps to the budget. Neither knows a network: masks are flat and losses are numbers. A policy of the
+user's own has the same rights as `Paper` and `EqualWorth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from slimstart.costs import CostTable
+from slimstart.policies.budgets import Budget
+
+LearnsFrom = Literal["losses", "gradients"]
+
+
+class Policy(Protocol):
+    """Settings of a policy. They do not change, so that one object can serve several trainings."""
+
+    @property
+    def coupling(self) -> str:
+        """The coupling ("filter" or "stream") of a training for which the user names none."""
+
+    @property
+    def learns_from(self) -> LearnsFrom:
+        """ "losses" of the masks of a draw, or "gradients" of every step; those need a `GradientLearner`."""
+
+    def start(self, costs: CostTable, budget: Budget, total_steps: int | None) -> Learner:
+        """The learner of one training.
+
+        Args:
+            costs: of the network.
+            budget: `Channels`, `Params` or `Flops`.
+            total_steps: steps of the whole training; None where they are not known.
+
+        Raises:
+            BudgetError: no sub-network is within the budget.
+        """
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Spare capacity of narrow layers, filled with channels that stay zero, so that shapes survive a draw.
+
+    Attributes:
+        align: capacity is a multiple of this; 1 for exact widths. None: 8 in CUDA graphs, 1 otherwise.
+        spread: capacity in standard deviations above the expected number of kept units of a group.
+    """
+
+    align: int | None
+    spread: float
+
+
+class Learner(Protocol):
+    """Running state of a policy: draw masks, learn, propose a final mask, save and restore."""
+
+    @property
+    def window(self) -> int:
+        """Steps between two draws, for which a sub-network is kept."""
+
+    @property
+    def padding(self) -> Padding | None:
+        """Spare capacity for the next draws; None for exact widths, where draws are few."""
+
+    @property
+    def num_masks(self) -> int:
+        """Masks per draw, and losses per update. The first mask is trained, the others are references."""
+
+    @property
+    def keep_probs(self) -> Tensor:
+        """(U,) float64 on the CPU; a copy."""
+
+    @property
+    def expected_cost(self) -> float:
+        """Expected cost in the unit of the budget, as a fraction of the dense network's."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last draw is the final structure. False for a learner that never ends by itself."""
+
+    def draw(self) -> Tensor:
+        """(num_masks, U) raw masks; `update` refers to those of the last draw."""
+
+    def update(self, losses: Tensor) -> None:
+        """Learn from the losses (num_masks,) of the last draw, once per draw."""
+
+    def best_guess(self) -> Tensor:
+        """One mask (U,) within the budget that represents the present state; changes nothing."""
+
+    def candidates(self, n: int) -> Tensor:
+        """(n, U) masks to choose the final one from, each within the budget; (1, U) where there is one alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain numbers only: safe for `torch.load(weights_only=True)`."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`; the learner then continues bit-exactly."""
+
+
+@runtime_checkable
+class DeviceLearner(Learner, Protocol):
+    """A learner whose state is on one device, with the operations of a captured step: `learn_`, then `draw_with`."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `draw_with` and `learn_` run without the host, with the present settings."""
+
+    @property
+    def numbers_shape(self) -> tuple[int, ...]:
+        """The shape of `random_numbers()`."""
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all state to a device."""
+
+    def prepare(self) -> None:
+        """Make the random numbers of the next draw ahead of time; their values do not depend on it."""
+
+    def random_numbers(self) -> Tensor:
+        """Numbers for `draw_with`, from the learner's generator: on the CPU, the same for all devices."""
+
+    def draw_with(self, numbers: Tensor) -> Tensor:
+        """(num_masks, U) raw masks from `random_numbers` on the learner's device; one tensor, rewritten in place."""
+
+    def learn_(self, losses: Tensor, ok: Tensor) -> None:
+        """Learn from the losses (num_masks,) of the last draw, in place; change nothing where `ok` is false.
+
+        Both are on the learner's device. `ok` is a bool scalar, and must be false where a loss is not finite.
+        """
+
+
+@runtime_checkable
+class GradientLearner(Learner, Protocol):
+    """A learner that observes, in every step of the optimizer, the gradient of the loss for each unit."""
+
+    def freeze(self, units: Tensor) -> None:
+        """Keep the widths of the groups of these units (U,) bool, whose gradients are not all known.
+
+        Called before the first draw.
+        """
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the state that `observe_` changes to a device."""
+
+    def observe_(self, gradients: Tensor) -> None:
+        """Record the gradients of one step, in place, without the host.
+
+        Args:
+            gradients: (U,), of the loss with respect to a gate of 1 at every unit; 0 for absent units.
+        """
+
+
+def check_count(name: str, value: object, *, optional: bool = False) -> None:
+    """Refuse a setting that is not a whole number of at least 1.
+
+    Args:
+        optional: whether None is allowed.
+    """
+    if not (value is None and optional) and not (isinstance(value, Integral) and int(value) >= 1):
+        raise ValueError(f"`{name}` is {value!r}; it must be a whole number, at least 1{', or None' * optional}")
