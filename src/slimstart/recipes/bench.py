@@ -31,7 +31,6 @@ from slimstart.recipes import surroundings
 from slimstart.recipes.bench_contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
 from slimstart.recipes.bench_settings import Settings
 from slimstart.recipes.bench_structure import decided, executed_flops, saved_policy, to_the_middle, typical_mask
-from slimstart.recipes.method import alignment
 from slimstart.recipes.recipe import make_model, parse_budget
 from slimstart.steps.search import LOOK_EVERY
 from slimstart.training import SparseTraining
@@ -191,7 +190,7 @@ class Benchmark:
     def _narrowed_by_hand(self, own_flops: int) -> dict[str, Mapping[str, Plain]]:
         """Every width multiplied by one number, for as many FLOPs: no layer needs a port on a stream. None, if none."""
         try:
-            small = narrow_to(self.model, self._example, own_flops, self.dense_flops, alignment(None, self.work.device))
+            small = narrow_to(self.model, self._example, own_flops, self.dense_flops)
         except BudgetError:  # whole streams may cost more than the narrow network
             return {}
         return {"hand_narrow": every_way(small, self.work, self._compiled)}

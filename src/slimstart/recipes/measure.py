@@ -14,7 +14,8 @@ from slimstart.baselines import RELAXATIONS, narrow_to
 from slimstart.devices import device_of
 from slimstart.errors import BudgetError
 from slimstart.policies import get_policy
-from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
+from slimstart.policies.widths import ALIGN
+from slimstart.recipes.methods import Batch, Loss, Search, sgd
 from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
 from slimstart.recipes.task import Task
@@ -83,9 +84,8 @@ def step_times(
     if recipe.full_model_device is None:  # otherwise it may be larger than the device
         steps["dense"] = _plain_step(recipe, make_model(), batch, engine)
     if recipe.method != "dense":
-        align = alignment(recipe.align, batch[0].device, engine)
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            small = _narrowed(make_model(), batch, own_flops, dense_flops, align)
+            small = _narrowed(make_model(), batch, own_flops, dense_flops, recipe.align or ALIGN)
             steps["narrow"] = _plain_step(recipe, small, batch, engine)
     if recipe.method == "slimstart":
         # A policy that learns from gradients ends its search early: its steps are steps without draws.

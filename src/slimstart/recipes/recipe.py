@@ -90,7 +90,7 @@ class Recipe:
         "original",
         "of methods that cut a trained network: original, uniform (one share of every layer in one cut), or, of soft "
         "alone, folded (filters with their batch norm); of narrow: original, front_heavy (shares that fall to a "
-        "quarter), start (as our search starts)",
+        "quarter)",
     )
     rounds: int = _setting(1, "cuts of such a method, spread over the epochs of fine-tuning")
     penalty: float = _setting(1e-4, "of network slimming, on the scales of batch norm")
