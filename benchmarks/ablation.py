@@ -19,26 +19,27 @@ import torch
 import variants
 from torch import Tensor
 
-from slimstart.policies import EqualWorth
+from slimstart.costs import CostTable
+from slimstart.policies import POLICIES, Budget, EqualWorth, EqualWorthSearch
 from slimstart.policies.equal_worth import MOST
 from slimstart.policies.participation import participation
 
 
-class Frozen(EqualWorth):
+class Frozen(EqualWorthSearch):
     """Equal shares to the end: what the search starts from."""
 
-    def _learn(self, worth: Tensor) -> None:
+    def _learn(self, importance: Tensor) -> None:
         pass
 
 
-class CostBlind(EqualWorth):
+class CostBlind(EqualWorthSearch):
     """Units that are worth the same, whatever they cost."""
 
     def _mean_cost(self) -> Tensor:
         return torch.full_like(super()._mean_cost(), self.budget.dense)
 
 
-class AnyUnit(EqualWorth):
+class AnyUnit(EqualWorthSearch):
     """Widths as always; which units leave is left to chance."""
 
     def _wide(self, preference: Tensor) -> Tensor:
@@ -46,15 +47,15 @@ class AnyUnit(EqualWorth):
         return super()._wide(torch.where(preference >= 0, chance.double(), preference))
 
 
-class ClippedBehind(EqualWorth):
+class ClippedBehind(EqualWorthSearch):
     """A round is clipped when neighbours have been drawn together, not before."""
 
     def _moved(self, drive: Tensor, rate: float, known: Tensor) -> Tensor:
-        moved = self._drawn_together(self._log_widths + rate * drive, rate, known)
+        moved = self._pulled(self._log_widths + rate * drive, rate, known)
         return self._log_widths + (moved - self._log_widths).clamp(-MOST, MOST)
 
 
-class FineSearch(EqualWorth):
+class FineSearch(EqualWorthSearch):
     """Widths are multiples in the last round only."""
 
     def _wide(self, preference: Tensor) -> Tensor:
@@ -65,30 +66,24 @@ class FineSearch(EqualWorth):
         return found
 
 
-class Gradual(EqualWorth):
-    """Another budget at first, and the one that is asked for from the last round on.
+class Gradual(EqualWorthSearch):
+    """Another budget at first, and the one that is asked for from the last round on."""
 
-    Args:
-        first: how many times the budget it is at first.
-    """
-
-    def __init__(self, *args: Any, first: float, **settings: Any) -> None:
-        self.first = first
-        super().__init__(*args, **settings)
+    settings: Ablated
 
     def _wide(self, preference: Tensor) -> Tensor:
         with self._as_far_as_now():
-            self._log_widths = self._fit(self._log_widths[None])[0]
+            self._log_widths = self._fit(self._log_widths)
             return super()._wide(preference)
 
-    def _learn(self, worth: Tensor) -> None:
+    def _learn(self, importance: Tensor) -> None:
         with self._as_far_as_now():
-            super()._learn(worth)
+            super()._learn(importance)
 
     @contextlib.contextmanager
     def _as_far_as_now(self) -> Iterator[None]:
-        in_the_end, way = self.budget.limit, (self.num_rounds + self._begun) / self.rounds
-        self.budget.limit = in_the_end * (self.first + (1 - self.first) * way)
+        first, in_the_end, way = self.settings.first, self.budget.limit, (self.num_rounds + self._begun) / self.rounds
+        self.budget.limit = in_the_end * (first + (1 - first) * way)
         try:
             yield
         finally:
@@ -99,13 +94,29 @@ class GradualFrozen(Gradual, Frozen):
     """The same in equal shares."""
 
 
-class Steady(EqualWorth):
+class Steady(EqualWorthSearch):
     """The rate does not fall."""
 
-    def _learn(self, worth: Tensor) -> None:
+    def _learn(self, importance: Tensor) -> None:
         done, self.num_rounds = self.num_rounds, 0
-        super()._learn(worth)
+        super()._learn(importance)
         self.num_rounds = done
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablated(EqualWorth):
+    """Settings of a search with one piece replaced.
+
+    Attributes:
+        search: the learner.
+        first: of `Gradual`, the budget at first, in multiples of the final one.
+    """
+
+    search: type[EqualWorthSearch] = EqualWorthSearch
+    first: float = 1.0
+
+    def start(self, costs: CostTable, budget: Budget, total_steps: int | None = None) -> EqualWorthSearch:
+        return self.search(self, costs, budget, total_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,23 +125,23 @@ class Variant:
 
     Attributes:
         text: for the table.
-        policy: in the place of `EqualWorth`.
+        search: in the place of `EqualWorthSearch`.
         settings: of the policy, other than it is given.
         recipe: other settings of the training.
         constants: other values of them, by module and name.
     """
 
     text: str
-    policy: type[EqualWorth] = EqualWorth
+    search: type[EqualWorthSearch] = EqualWorthSearch
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: Variant) -> Variant:
-        assert EqualWorth in (self.policy, other.policy), "two of these are policies; a run has one"
+        assert EqualWorthSearch in (self.search, other.search), "two of these are learners; a run has one"
         return Variant(
             f"{self.text}; {other.text}",
-            self.policy if other.policy is EqualWorth else other.policy,
+            self.search if other.search is EqualWorthSearch else other.search,
             {**self.settings, **other.settings},
             {**self.recipe, **other.recipe},
             {**self.constants, **other.constants},
@@ -155,7 +166,7 @@ def _four_to_each(samples: Tensor) -> Tensor:
 
 NARROW = {"method": "narrow"}
 PARTICIPATION = "slimstart.policies.equal_worth.participation"
-SHARE, SMALL = "slimstart.policies.naming.SEARCHED", "slimstart.policies.fitting.SMALL"
+SHARE, SMALL = "slimstart.policies.equal_worth.SEARCHED", "slimstart.policies.widths.SMALL"
 VARIANTS = {
     "narrow": Variant("one share of every group, by hand", recipe=NARROW),
     "front_heavy": Variant(
@@ -182,7 +193,7 @@ VARIANTS = {
     **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.3, 0.4, 0.5, 0.6)},
     **{f"align={a}": Variant(f"widths in steps of {a}", recipe={"align": a}) for a in (1, 2, 4)},
     "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),
-    "rounds=4": Variant("four rounds, as long in all", constants={"slimstart.policies.naming.ROUNDS": 4}),
+    "rounds=4": Variant("four rounds, as long in all", settings={"rounds": 4}),
 }
 
 
@@ -195,10 +206,8 @@ def change_of(name: str) -> variants.Change:
     """By the name of a variant."""
     variant = variant_of(name)
 
-    def policy(*args: Any, **given: Any) -> EqualWorth:
-        return variant.policy(*args, **{**given, **variant.settings})
-
-    pieces = {"slimstart.policies.naming.EqualWorth": policy, **variant.constants}
+    policy = Ablated(search=variant.search, **variant.settings)
+    pieces = {"slimstart.policies.registry.POLICIES": {**POLICIES, "equal_worth": policy}, **variant.constants}
     return variants.Change(variant.text, {"policy": "equal_worth", **variant.recipe}, pieces)
 
 

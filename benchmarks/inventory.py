@@ -22,8 +22,7 @@ from slimstart.narrow.page_locked import num_bytes
 from slimstart.narrow.resident_slots import shared_out
 from slimstart.narrow.seating import Seating
 from slimstart.narrow.slots import Slots
-from slimstart.policies import BernoulliUnits, EqualWorth
-from slimstart.policies.naming import COUPLING
+from slimstart.policies import DeviceLearner, get_policy
 from slimstart.steps.assembly import ALIGN
 
 # Of cuBLAS, in KiB and pieces: 8 MiB for every thread on every stream. On an H200 PyTorch takes 32 MiB by default, for
@@ -72,10 +71,11 @@ def inventory(model: nn.Module, images: Tensor, budget: float, policy: str = "pa
         images: of one batch.
     """
     model, images = copy.deepcopy(model).to("meta"), images.to("meta")
-    graph = slimstart.trace(model, images[:1], coupling=COUPLING[policy])
-    limit, is_paper = slimstart.Flops(budget), policy == "paper"
-    learner = BernoulliUnits(graph.costs, limit, sampling="capped") if is_paper else EqualWorth(graph.costs, limit)
-    slots = Slots(graph, ALIGN if is_paper else 1, learner.spread if isinstance(learner, BernoulliUnits) else None)
+    settings = get_policy(policy)
+    graph = slimstart.trace(model, images[:1], coupling=settings.coupling)
+    learner = settings.start(graph.costs, slimstart.Flops(budget), None)
+    padding = learner.padding
+    slots = Slots(graph, *((1, None) if padding is None else (ALIGN, padding.spread)))
     kept = graph.costs.at_least_one(learner.draw())
     slots.adjust(kept, learner.keep_probs)
     seating = Seating(graph, slots.room, torch.device("cpu"))
@@ -104,7 +104,7 @@ def inventory(model: nn.Module, images: Tensor, budget: float, policy: str = "pa
         "convolutions": largest_convolution(net, images),
         "cublas": STREAMS * workspace(),
     }
-    if not isinstance(learner, BernoulliUnits):
+    if not isinstance(learner, DeviceLearner):
         # Shapes change with every draw. What graphs of the last ones had is still theirs when a step runs in new ones.
         return {**known, "last step": known["activations"] + known["gradients"]}
     with Peak() as reference, torch.no_grad():

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart.models.vgg import VGG
+from slimstart.policies import Paper
 
 STAGES = ((64, 64), (128, 128), (256, 256))
 
@@ -76,7 +77,7 @@ def run(variant: str, lr: float, seed: int, data: dict[str, Tensor], args: argpa
     images, labels = data["train_images"], data["train_labels"]
     steps = args.epochs * (len(images) // args.batch_size)
     sparse = slimstart.SparseTraining(
-        model, optimizer, images[:1], budget=slimstart.Flops(args.flops), total_steps=steps, seed=seed, policy="paper"
+        model, optimizer, images[:1], slimstart.Flops(args.flops), total_steps=steps, policy=Paper(seed=seed)
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     batches = []

@@ -16,6 +16,7 @@ step is captured anew: steps are timed within windows, and a draw is all that a 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import math
 import os
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart import models
-from slimstart.policies.equal_worth import ROUNDS
+from slimstart.policies import EqualWorth, get_policy
 
 POLICIES = ("paper", "equal_worth")
 PARAMETERS = 20.03e6  # of VGG-19; they grow with the square of its width
@@ -97,8 +98,7 @@ def measure(
         optimizer,
         images[:1],
         slimstart.Flops(args.budget),
-        resample_every=args.resample_every,
-        policy=policy,
+        policy=dataclasses.replace(get_policy(policy), resample_every=args.resample_every),
         max_grad_norm=1.0,
         engine=args.engine,
         full_model_device=home,
@@ -127,7 +127,7 @@ def measure(
     every = args.resample_every
     warming = run(WARMING * every)
     before, building = sparse.traffic, sparse.building_seconds
-    if policy == "paper":
+    if get_policy(policy).learns_from == "losses":
         seconds = run(args.windows * every)
         rebuilding, after = sparse.building_seconds - building, sparse.traffic
         step_s = (seconds - rebuilding) / (args.windows * every)
@@ -237,11 +237,12 @@ def main(arguments: list[str] | None = None) -> None:
     if args.tiny:
         args.width, args.batch_size, args.resample_every, args.windows = 0.125, 4, 3, 2
     policies = POLICIES if args.policy is None else (args.policy,)
-    most = ROUNDS - 1 - WARMING
+    rounds = EqualWorth().rounds
+    most = rounds - 1 - WARMING
     if "equal_worth" in policies and not (args.windows <= most and args.resample_every >= 3):
         parser.error(
             f"--windows is {args.windows} and --resample-every {args.resample_every}; equal_worth settles after "
-            f"{ROUNDS} draws, and its steps are timed between a first and a last one: at most {most}, and at least 3"
+            f"{rounds} draws, and its steps are timed between a first and a last one: at most {most}, and at least 3"
         )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)  # read when the GPU is first used
     device = torch.device(args.device)

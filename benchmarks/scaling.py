@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import slimstart
 from slimstart import models
 from slimstart.integrations import data_parallel, joined
+from slimstart.policies import Paper
 from slimstart.ranks import Ranks
 from slimstart.steps import PlainTraining
 
@@ -62,7 +63,7 @@ def measure(ranks: Ranks, name: str, budget: float, held: int, batch_size: int) 
         training: Any = PlainTraining(model if wrap is None else wrap(model), optimizer)
     else:
         training = slimstart.SparseTraining(
-            model, optimizer, batch[0][:1], slimstart.Flops(budget), resample_every=held, wrap=wrap, policy="paper"
+            model, optimizer, batch[0][:1], slimstart.Flops(budget), policy=Paper(resample_every=held), wrap=wrap
         )
     times, sizes = [], []
     for _ in range(WARM_UP + STEPS):

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         optimizer,
         example,  # on the device
         budget,
-        resample_every=args.resample_every,
+        policy=slimstart.EqualWorth(resample_every=args.resample_every),
         max_grad_norm=5.0,
         full_model_device="cpu",
     )

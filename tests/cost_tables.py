@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from slimstart.costs import CostTable, Factor, Polynomial, Term
+from slimstart.policies import Budget, Paper, PaperSearch
 
 
 def ints(values: Sequence[int]) -> torch.Tensor:
@@ -77,3 +79,8 @@ def cost_tables(draw: st.DrawFn, max_units: int = 6, every_unit_costs: bool = Fa
     return cost_table(
         [names.index(label) for label in labels], events, factors, terms, draw(st.integers(0, 5)), filters
     )
+
+
+def search(costs: CostTable, budget: Budget, total_steps: int | None = None, **settings: Any) -> PaperSearch:
+    """A learner of the paper's policy whose draws have no cap."""
+    return Paper(**{"sampling": "bernoulli", **settings}).start(costs, budget, total_steps)

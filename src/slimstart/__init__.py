@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from slimstart.narrow import recalibrate as recalibrate
     from slimstart.narrow import verify as verify
     from slimstart.policies import Channels as Channels
+    from slimstart.policies import EqualWorth as EqualWorth
     from slimstart.policies import Flops as Flops
+    from slimstart.policies import Paper as Paper
     from slimstart.policies import Params as Params
     from slimstart.training import SparseTraining as SparseTraining
 
@@ -44,7 +46,7 @@ _HOME = {
     ),
     "files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "trace"),
-    "policies": ("Channels", "Flops", "Params"),
+    "policies": ("Channels", "EqualWorth", "Flops", "Paper", "Params"),
     "narrow": ("compact", "recalibrate", "verify"),
     "training": ("SparseTraining",),
 }  # fmt: skip

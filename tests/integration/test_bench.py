@@ -23,7 +23,7 @@ from slimstart.cli.display import console
 from slimstart.errors import CheckpointError, ConfigError, RecordError
 from slimstart.graph import trace
 from slimstart.models import build
-from slimstart.policies import BernoulliUnits, Flops
+from slimstart.policies import Flops, Paper
 from slimstart.recipes import bench, bench_contenders, bench_structure
 from slimstart.recipes.bench import Benchmark, run
 from slimstart.recipes.bench_settings import Settings
@@ -191,13 +191,13 @@ def test_the_flops_are_those_of_what_runs(taken: list[Any]) -> None:
 @pytest.mark.parametrize("fraction", [0.15, 0.03])
 def test_the_middle_is_half_decided_and_at_the_budget(fraction: float) -> None:
     graph = trace(build("small", num_classes=10), torch.zeros(1, 3, 28, 28), "filter")
-    policy = BernoulliUnits(graph.costs, Flops(fraction))
-    before = policy.keep_probs
-    bench_structure.to_the_middle(policy, seed=0)
-    s = policy.keep_probs
+    learner = Paper(sampling="bernoulli").start(graph.costs, Flops(fraction))
+    before = learner.keep_probs
+    bench_structure.to_the_middle(learner, seed=0)
+    s = learner.keep_probs
     assert sum(1 for one in s.tolist() if one < 0.05 or one > 0.95) >= s.numel() / 2
     assert float((s * (1 - s)).sum()) <= 0.5 * float((before * (1 - before)).sum())
-    assert policy.expected_cost == pytest.approx(fraction, rel=0.05)
+    assert learner.expected_cost == pytest.approx(fraction, rel=0.05)
 
 
 def test_a_middle_that_is_never_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,12 @@ def train(name, device, coupling):
     model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
     sparse = slimstart.SparseTraining(
-        model, optimizer, images[:1], budget=slimstart.Flops(0.4), coupling=coupling, resample_every=2, policy="paper"
+        model,
+        optimizer,
+        images[:1],
+        budget=slimstart.Flops(0.4),
+        coupling=coupling,
+        policy=slimstart.Paper(resample_every=2),
     )
     losses = [float(sparse.step(loss_fn, images, labels)) for _ in range(5)]
     file = io.BytesIO()

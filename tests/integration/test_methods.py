@@ -105,8 +105,8 @@ def made(steps_per_epoch: int = STEPS, **settings: Any) -> Method:
     return make_method(merged(TINY, settings), model, torch.zeros(1, 1, 28, 28), steps_per_epoch)
 
 
-def test_the_start_of_a_search_can_be_trained_by_itself() -> None:
-    start = made(method="narrow", protocol="start", budget="flops=0.3")
+def test_the_start_of_a_search_is_the_uniform_network() -> None:
+    start = made(method="narrow", budget="flops=0.3")
     search = made(method="slimstart", policy="equal_worth", budget="flops=0.3").sparse  # type: ignore[attr-defined]
     shapes = [[parameter.shape for parameter in net.parameters()] for net in (start.snapshot([]), search.net)]
     assert shapes[0] == shapes[1]
@@ -122,7 +122,7 @@ def test_the_start_of_a_search_can_be_trained_by_itself() -> None:
 )
 def test_a_search_by_worth_ends_before_the_structure_is_fixed(settings: dict[str, Any], steps: float) -> None:
     sparse = made(steps_per_epoch=10, method="slimstart", policy="equal_worth", **settings).sparse  # type: ignore[attr-defined]
-    assert sparse.resample_every * sparse.policy.rounds == pytest.approx(steps, rel=0.05)
+    assert sparse.learner.window * sparse.learner.rounds == pytest.approx(steps, rel=0.05)
 
 
 # --------------------------------------------------------------------------- stopped and resumed

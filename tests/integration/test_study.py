@@ -59,7 +59,7 @@ def search() -> Search:
     """A search in its middle, on a network of six units."""
     recipe = Recipe(model=OWN, policy="paper", budget="channels=1.0", seed=3)
     found = Search(recipe, six_units(4, 1), torch.zeros(1, 1, 9, 9), steps_per_epoch=10)
-    found.sparse.policy.load_state_dict(found.sparse.policy.state_dict() | {"keep_probs": S})
+    found.sparse.learner.load_state_dict(found.sparse.learner.state_dict() | {"keep_probs": S})
     torch.testing.assert_close(found.keep_probs, S, rtol=0, atol=0)
     return found
 
@@ -144,14 +144,14 @@ def test_what_else_is_random_is_the_same_for_all_masks(batch: Batch) -> None:
 
 def test_units_that_are_hardly_ever_drawn_are_counted(search: Search, batch: Batch) -> None:
     nearly = torch.tensor([0.3, 1.0, 1 - 1e-3, 0.0, 1e-3, 0.5], dtype=torch.float64)
-    search.sparse.policy.load_state_dict(search.sparse.policy.state_dict() | {"keep_probs": nearly})
+    search.sparse.learner.load_state_dict(search.sparse.learner.state_dict() | {"keep_probs": nearly})
     rows = variance_rows(search, [batch] * 5, VarianceSettings(("vr_pge",), draws=8))  # 40 masks: 12 and 20 expected
     assert [(row.layer, row.num_units, row.num_rare) for row in rows] == [(None, 4, 2), ("0", 2, 1), ("3", 2, 1)]
 
 
 def test_a_decided_search_has_nothing_to_measure(search: Search, batch: Batch) -> None:
     decided = torch.tensor([0, 1, 1, 0, 1, 0], dtype=torch.float64)
-    search.sparse.policy.load_state_dict(search.sparse.policy.state_dict() | {"keep_probs": decided})
+    search.sparse.learner.load_state_dict(search.sparse.learner.state_dict() | {"keep_probs": decided})
     assert flip_row(search, [batch] * 4, FLIP, epoch=1, seed=0) is None
     with pytest.raises(ConfigError, match="every keep-probability is 0 or 1, and has no gradient"):
         variance_rows(search, [batch] * 4, VarianceSettings())

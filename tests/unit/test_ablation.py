@@ -1,5 +1,6 @@
 """Variants of equal worth: each one does something else, and all stay within the budget."""
 
+import dataclasses
 import functools
 
 import ablation
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from slimstart import Flops, trace
-from slimstart.policies import naming
+from slimstart.policies import get_policy
 
 NETWORK = nn.Sequential(
     *(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 256, 3, stride=2), nn.ReLU(), nn.Conv2d(256, 128, 3), nn.ReLU()),
@@ -33,23 +34,22 @@ def search(name: str) -> list[list[int]]:
     bound, same = BUDGET.bind(GRAPH.costs), torch.linspace(0, 3, GRAPH.num_units)
     change = ablation.change_of(name)
     with change.in_place():
-        window = naming.default_window("equal_worth", 1600)
-        align = change.recipe.get("align")
-        policy = naming.make_policy(
-            "equal_worth", GRAPH.costs, BUDGET, resample_every=window, total_steps=1600, align=align
-        )
+        settings = get_policy("equal_worth")
+        policy = dataclasses.replace(
+            settings, **{name: change.recipe[name] for name in ("align",) if name in change.recipe}
+        ).start(GRAPH.costs, BUDGET, 1600)
         found = []
         while True:
             mask = policy.draw()[0]
             first = FIRST.get(name, 1.0)
-            most = (first + (1 - first) * len(found) / naming.ROUNDS) * bound.limit
+            most = (first + (1 - first) * len(found) / 16) * bound.limit
             assert 0.97 * most < bound.cost(mask) <= most
             found.append([int(mask[group.units.start : group.units.stop].sum()) for group in GRAPH.groups])
             if policy.is_done:
                 return found
-            for _ in range(window):
+            for _ in range(policy.window):
                 shared, own = (torch.randn(n, generator=generator) for n in (1, GRAPH.num_units))
-                policy.watch_(scale * (0.5 + same * shared + own))
+                policy.observe_(scale * (0.5 + same * shared + own))
 
 
 @pytest.mark.parametrize("name", SEARCHES)

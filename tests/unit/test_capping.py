@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slimstart import Flops
-from slimstart.policies import BernoulliUnits, get_estimator
+from slimstart.policies import Padding, Paper, get_estimator
 from slimstart.policies.capping import SPREAD, TRIES, Cap
 from tests.cost_tables import chain
 
@@ -71,8 +71,8 @@ def test_estimators_that_compare_losses_are_exact_for_the_capped_objective(name:
 
 def test_a_capped_policy_stays_within_and_repeats_itself() -> None:
     table = chain([40, 60])
-    policy = BernoulliUnits(table, Flops(0.3), sampling="capped", seed=3)
-    assert policy.spread == SPREAD
+    policy = Paper(sampling="capped", seed=3).start(table, Flops(0.3))
+    assert policy.padding == Padding(None, SPREAD)
     cap = Cap(table.unit_group).of(policy.keep_probs)
     counts = []
     for _ in range(100):
@@ -82,16 +82,15 @@ def test_a_capped_policy_stays_within_and_repeats_itself() -> None:
     assert bool((torch.cat(counts) <= cap).float().mean() > 0.999)
     assert float((torch.cat(counts) == cap).double().mean()) > 0.02  # the cap is reached, so it is not too high
     state = policy.state_dict()
-    other = BernoulliUnits(table, Flops(0.3), sampling="capped", seed=4)
+    other = Paper(sampling="capped", seed=4).start(table, Flops(0.3))
     other.load_state_dict(state)
     assert torch.equal(policy.draw(), other.draw())
 
 
-def test_sampling_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="`sampling` is 'poisson'; it must be one of 'bernoulli', 'capped'"):
-        BernoulliUnits(chain([4, 4]), Flops(0.5), sampling="poisson")
-    with pytest.raises(ValueError, match="`sampling` is 'capped', which biases 'pge'"):
-        BernoulliUnits(chain([4, 4]), Flops(0.5), "pge", sampling="capped")
+@pytest.mark.parametrize(("estimator", "tries"), [("vr_pge", TRIES), ("leave_one_out", TRIES), ("pge", None)])
+def test_draws_are_capped_by_default_where_losses_are_compared(estimator: str, tries: int | None) -> None:
+    policy = Paper(estimator=estimator).start(chain([4, 4]), Flops(0.5))
+    assert policy.numbers_shape == (*(() if tries is None else (tries,)), policy.num_masks, 8)
 
 
 @pytest.mark.parametrize("sampling", ["bernoulli", "capped"])
@@ -99,7 +98,7 @@ def test_numbers_made_ahead_are_the_same_numbers(sampling: str) -> None:
     """Also where a checkpoint is taken, or candidates are drawn, in between."""
 
     def draws(prepare: bool) -> list[Tensor]:
-        policy = BernoulliUnits(chain([9, 7]), Flops(0.4), sampling=sampling, seed=2)
+        policy = Paper(sampling=sampling, seed=2).start(chain([9, 7]), Flops(0.4))
         found = []
         for number in range(6):
             found.append(policy.draw())
@@ -109,7 +108,7 @@ def test_numbers_made_ahead_are_the_same_numbers(sampling: str) -> None:
                 found.append(policy.candidates(3))
             if number == 4:
                 state = policy.state_dict()
-                policy = BernoulliUnits(chain([9, 7]), Flops(0.4), sampling=sampling, seed=5)
+                policy = Paper(sampling=sampling, seed=5).start(chain([9, 7]), Flops(0.4))
                 policy.prepare()
                 policy.load_state_dict(state)
         return found

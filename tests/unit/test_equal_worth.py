@@ -1,5 +1,6 @@
 """A policy that gives units to where they are worth most: its fixed point by enumeration, and what a draw must be."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,9 +12,9 @@ from torch import nn
 
 from slimstart import Channels, Flops, Params, models, trace
 from slimstart.errors import CheckpointError
-from slimstart.policies import EqualWorth, WatchingPolicy
-from slimstart.policies.equal_worth import FEWEST, PULL, SEEN, neighbours
-from slimstart.policies.fitting import FILLED, SMALL, steps, whole
+from slimstart.policies import EqualWorth, EqualWorthSearch, GradientLearner
+from slimstart.policies.equal_worth import FEWEST, SEEN, WINDOW, neighbours
+from slimstart.policies.widths import steps
 
 GRAPH = trace(models.build("vgg16", num_classes=10, width=0.25), torch.zeros(1, 3, 32, 32), "stream")
 RESIDUAL = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
@@ -30,16 +31,17 @@ def chain() -> nn.Module:
     )
 
 
-def watch(policy: EqualWorth, worth: torch.Tensor) -> None:
+def observe(policy: EqualWorthSearch, worth: torch.Tensor) -> None:
     """One window with these mean squares, in which every unit of a group, up to 64 of them, says something else."""
     signs = torch.from_numpy(hadamard(64)).repeat(1, len(worth) // 64 + 1)[:, : len(worth)]
     for step, sign in enumerate(signs):
-        policy.watch_((0.5 + step % 2) ** 0.5 * sign * worth.sqrt())
+        policy.observe_((0.5 + step % 2) ** 0.5 * sign * worth.sqrt())
 
 
 @pytest.mark.parametrize("values", [(1.0, 1.0, 1.0), (9.0, 1.0, 0.3), (0.2, 5.0, 2.0)])
 @pytest.mark.parametrize(
-    ("pull", "rounds", "within"), [(0, 60, 1.02), (0.5, 60, 1.02), (1, 100, 1.02), (2, 100, 1.02), (PULL, 150, 1.07)]
+    ("pull", "rounds", "within"),
+    [(0, 60, 1.02), (0.5, 60, 1.02), (1, 100, 1.02), (2, 100, 1.02), (EqualWorth().pull, 150, 1.07)],
 )
 def test_it_finds_the_widths_of_least_loss(values, pull, rounds, within):
     """With the loss a_1 / w_1 + a_2 / w_2 + a_3 / w_3, a unit of group g is worth a_g / w_g^2.
@@ -48,7 +50,7 @@ def test_it_finds_the_widths_of_least_loss(values, pull, rounds, within):
     longer then, since neighbours move only together.
     """
     graph = trace(chain(), torch.zeros(1, 3, 32, 32), "stream")
-    policy = EqualWorth(graph.costs, Flops(0.2), align=1, rounds=rounds, pull=pull)
+    policy = EqualWorth(align=1, rounds=rounds, pull=pull).start(graph.costs, Flops(0.2))
     a = torch.tensor(values, dtype=torch.float64)
     group = graph.costs.unit_group
     start, beside = policy._equal_shares, neighbours(policy.budget, group, policy._equal_shares.exp() / SIZES)
@@ -57,7 +59,7 @@ def test_it_finds_the_widths_of_least_loss(values, pull, rounds, within):
         mask = policy.draw()[0]
         wider = policy._log_widths - start
         lacking = (pull * (wider * beside.sum(1) - beside @ wider)).exp()
-        watch(policy, mask * (a / policy.widths**2 * lacking)[group])
+        observe(policy, mask * (a / policy.widths**2 * lacking)[group])
     found = float((a / policy.widths).sum())
     bound, rank = Flops(0.2).bind(graph.costs), torch.cat([torch.arange(n) for n in SIZES.tolist()])
     every = torch.tensor(list(itertools.product(range(1, 25), range(1, 41), range(1, 33, 2))))
@@ -68,10 +70,10 @@ def test_it_finds_the_widths_of_least_loss(values, pull, rounds, within):
 
 def test_the_last_gradients_of_a_window_are_kept():
     """And none that is not finite."""
-    policy = EqualWorth(GRAPH.costs, Flops(0.3))
+    policy = EqualWorth().start(GRAPH.costs, Flops(0.3))
     for number in range(250):
         gradients = torch.full((GRAPH.num_units,), float(number))
-        policy.watch_(gradients / 0 if number % 50 == 7 else gradients)
+        policy.observe_(gradients / 0 if number % 50 == 7 else gradients)
     kept = [number for number in range(250) if number % 50 != 7][-SEEN:]
     assert sorted(policy._seen[:, 0].tolist()) == kept
     state = policy.state_dict()
@@ -86,11 +88,11 @@ def test_the_last_gradients_of_a_window_are_kept():
 
 
 def test_few_gradients_do_not_tell_what_units_repeat():
-    policies = [EqualWorth(GRAPH.costs, Flops(0.3)) for _ in range(2)]
+    policies = [EqualWorth().start(GRAPH.costs, Flops(0.3)) for _ in range(2)]
     for policy, alike in zip(policies, (True, False), strict=True):
         policy.draw()
         for sign in torch.from_numpy(hadamard(2048))[: FEWEST - 1, : GRAPH.num_units]:
-            policy.watch_(torch.ones(GRAPH.num_units) if alike else sign)
+            policy.observe_(torch.ones(GRAPH.num_units) if alike else sign)
         policy.draw()
     assert torch.equal(policies[0].best_guess(), policies[1].best_guess())
 
@@ -100,11 +102,11 @@ def test_units_that_say_the_same_are_worth_less():
     graph, found = trace(chain(), torch.zeros(1, 3, 32, 32), "stream"), []
     same = (graph.costs.unit_group == 2).double()
     for part in (0, same):
-        policy = EqualWorth(graph.costs, Flops(0.2), align=1, pull=1)
+        policy = EqualWorth(align=1, pull=1).start(graph.costs, Flops(0.2))
         for _ in range(4):
             mask = policy.draw()[0]
             for sign in torch.from_numpy(hadamard(64)).repeat(1, 2)[:, : graph.num_units]:
-                policy.watch_(mask * (sign * (1 - part) + sign[:1] * part))
+                policy.observe_(mask * (sign * (1 - part) + sign[:1] * part))
         found.append(policy.widths.tolist())
     assert found[1][2] < found[0][2], found
     assert found[1][1] > found[0][1], found
@@ -140,12 +142,12 @@ def test_neighbours_share_what_their_products_cost(graph):
 def test_every_draw_fills_the_budget_with_the_best_units(seed, budget, residual, align):
     graph = RESIDUAL if residual else GRAPH
     generator = torch.Generator().manual_seed(seed)
-    policy, bound = EqualWorth(graph.costs, budget, align=align, rounds=4), budget.bind(graph.costs)
+    policy, bound = EqualWorth(align=align, rounds=4).start(graph.costs, budget), budget.bind(graph.costs)
     sizes = torch.bincount(graph.costs.unit_group)
     before = policy.draw()[0]
     for _ in range(4):
         worth = before * torch.rand(graph.num_units, generator=generator, dtype=torch.float64).pow(4)
-        watch(policy, worth)
+        observe(policy, worth)
         (mask,) = policy.draw()
         assert bound.cost(mask) <= bound.limit
         wider = [mask.clone() for _ in graph.groups]
@@ -165,34 +167,34 @@ def test_every_draw_fills_the_budget_with_the_best_units(seed, budget, residual,
         assert all(cost > bound.limit or full for cost, full in zip(costs, at_most, strict=True))
         before = mask
     assert policy.is_done
-    watch(policy, torch.ones(graph.num_units))
+    observe(policy, torch.ones(graph.num_units))
     assert torch.equal(policy.draw()[0], before)  # settled
 
 
 def test_it_starts_from_equal_shares_and_stays_there_while_nothing_is_known():
-    policy = EqualWorth(GRAPH.costs, Flops(0.3), align=1)
-    assert isinstance(policy, WatchingPolicy)
+    policy = EqualWorth(align=1).start(GRAPH.costs, Flops(0.3))
+    assert isinstance(policy, GradientLearner)
     shares = policy.widths / torch.bincount(GRAPH.costs.unit_group)
     assert float(shares.max() - shares.min()) < 0.1
     first = policy.draw()
-    policy.watch_(torch.full((GRAPH.num_units,), torch.nan))  # of a step that was skipped
+    policy.observe_(torch.full((GRAPH.num_units,), torch.nan))  # of a step that was skipped
     assert torch.equal(policy.draw(), first)
-    watch(policy, torch.zeros(GRAPH.num_units))  # nobody reads anything
+    observe(policy, torch.zeros(GRAPH.num_units))  # nobody reads anything
     assert torch.equal(policy.draw(), first)
     while not policy.is_done:  # and the search ends all the same
         policy.draw()
     assert torch.equal(policy.draw(), first)
 
 
-def test_a_held_group_stays_as_wide_as_it_is():
-    policy, group = EqualWorth(GRAPH.costs, Flops(0.3), align=1), GRAPH.costs.unit_group
-    policy.hold(group == 3)
+def test_a_frozen_group_keeps_its_width():
+    policy, group = EqualWorth(align=1).start(GRAPH.costs, Flops(0.3)), GRAPH.costs.unit_group
+    policy.freeze(group == 3)
     before = policy.widths.double()
     values = torch.ones(len(before), dtype=torch.float64)
     values[4:6] = 30
     policy.draw()
     while not policy.is_done:
-        watch(policy, policy.best_guess() * (values / policy.widths**2)[group])
+        observe(policy, policy.best_guess() * (values / policy.widths**2)[group])
         policy.draw()
     change = (policy.widths / before).log()
     assert abs(int(policy.widths[3] - before[3])) <= 1  # what rounding leaves of the budget is given out
@@ -201,11 +203,11 @@ def test_a_held_group_stays_as_wide_as_it_is():
 
 
 def test_a_group_that_is_worth_nothing_does_not_stop_the_others():
-    policy, group = EqualWorth(GRAPH.costs, Flops(0.3), align=1), GRAPH.costs.unit_group
+    policy, group = EqualWorth(align=1).start(GRAPH.costs, Flops(0.3)), GRAPH.costs.unit_group
     policy.draw()
     worth = torch.logspace(0, 1, len(policy.widths), dtype=torch.float64)
     worth[3] = 1e-12
-    watch(policy, policy.best_guess() * worth[group])
+    observe(policy, policy.best_guess() * worth[group])
     before = policy.widths.double()
     policy.draw()
     change = (policy.widths / before).log()
@@ -214,14 +216,14 @@ def test_a_group_that_is_worth_nothing_does_not_stop_the_others():
 
 
 def test_a_saved_policy_goes_on_bit_for_bit_within_a_window():
-    first, second = (EqualWorth(GRAPH.costs, Flops(0.3)) for _ in range(2))
+    first, second = (EqualWorth().start(GRAPH.costs, Flops(0.3)) for _ in range(2))
     worth = torch.rand(GRAPH.num_units, dtype=torch.float64)
-    watch(first, worth * first.draw()[0])
+    observe(first, worth * first.draw()[0])
     first.draw()
-    first.watch_(worth)
+    first.observe_(worth)
     second.load_state_dict(first.state_dict())
     for policy in (first, second):
-        policy.watch_(worth.flip(0))
+        policy.observe_(worth.flip(0))
     assert torch.equal(first.draw(), second.draw())
     assert torch.equal(first.draw(), first.candidates(3))
     assert torch.equal(first.keep_probs.bool(), second.best_guess())
@@ -230,42 +232,80 @@ def test_a_saved_policy_goes_on_bit_for_bit_within_a_window():
     assert second.num_rounds == 2  # it was asked for one draw less
 
 
-@given(st.lists(st.floats(0.3, 60), min_size=4, max_size=4), st.integers(4, 150), st.sampled_from([1, 4, 8]))
-def test_whole_widths(wanted, limit, align):
-    sizes = torch.tensor([8, 32, 64, 256])
-    found = whole(torch.tensor(wanted, dtype=torch.float64), sizes, align, lambda widths: float(widths.sum()), limit)
-    left = limit - int(found.sum())
-    assert left >= 0
-    assert bool(((found >= 1) & (found <= sizes)).all())
-    step = steps(sizes, align)
-    if align > 1 and wanted[3] < SMALL * align:
-        step[3] = align  # where few are wanted, steps are fine
-    if int(torch.minimum(step, sizes).sum()) > limit:
-        step[:] = 1
-    want = torch.tensor(wanted, dtype=torch.float64)
-    most = torch.minimum(torch.maximum(want + step, 1.25 * want).floor().long(), sizes)
-    assert bool((found <= torch.maximum(most, step)).all())
-    # No step fits any more; and if much is left all the same, then not even a unit.
-    even = (found % step == 0) | (found == sizes)
-    assert bool(((found + step > most) | (step > left))[even].all())
-    if left > (1 - FILLED) * limit:
-        assert bool((found >= most).all())
+@pytest.mark.parametrize(
+    ("settings", "total_steps", "window", "rounds"),
+    [
+        ({}, None, WINDOW, 16),
+        ({}, 8000, 100, 16),  # a fifth of the training, in 16 rounds
+        ({}, 30, 1, 6),
+        ({}, 1, 1, 1),
+        ({"resample_every": 7}, None, 7, 16),
+        ({"resample_every": 7}, 350, 7, 10),
+        ({"resample_every": 1000}, 350, 1000, 1),
+        ({"search_steps": 320}, None, 20, 16),
+        ({"search_steps": 320}, 400, 20, 16),
+        ({"search_steps": 320, "rounds": 4}, 8000, 80, 4),
+        ({"search_steps": 320, "resample_every": 100}, 8000, 100, 3),
+    ],
+)
+def test_how_long_a_search_is(settings, total_steps, window, rounds):
+    policy = EqualWorth(**settings).start(GRAPH.costs, Flops(0.3), total_steps)
+    assert (policy.window, policy.rounds) == (window, rounds)
+    assert policy.padding is None
+    policy.draw()
+    for number in range(rounds):
+        assert not policy.is_done, number
+        policy.draw()
+    assert policy.is_done
 
 
-def test_errors():
-    for changes, message in (
-        ({"rounds": 0}, "`rounds` is 0"),
-        ({"align": 0}, "`align` is 0"),
-        ({"rate": 2.0}, "`rate`"),
-        ({"pull": -1.0}, "`pull`"),
-        ({"pull": float("inf")}, "`pull`"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            EqualWorth(GRAPH.costs, Flops(0.3), **changes)
-    policy = EqualWorth(GRAPH.costs, Flops(0.3))
+def test_settings_serve_several_trainings_and_do_not_change():
+    settings = EqualWorth(align=1, rounds=2)
+    first, second = (settings.start(GRAPH.costs, Flops(0.3)) for _ in range(2))
+    start = second.best_guess()
+    observe(first, torch.logspace(0, 2, GRAPH.num_units, dtype=torch.float64) * first.draw()[0])
+    assert not torch.equal(first.draw()[0], start)
+    assert torch.equal(second.draw()[0], start)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.rounds = 3
+    assert settings == EqualWorth(align=1, rounds=2)
+    assert len({settings, EqualWorth(align=1, rounds=2), EqualWorth()}) == 2
+
+
+def test_a_structure_update_without_gradients_is_skipped_with_a_warning(caplog):
+    policy = EqualWorth().start(GRAPH.costs, Flops(0.3))
+    first = policy.draw()
+    assert torch.equal(policy.draw(), first)
+    assert "observed inside `optimizer.step()`" in caplog.text
+    caplog.clear()
+    policy.freeze(torch.ones(GRAPH.num_units, dtype=torch.bool))  # nothing could be observed
+    policy.draw()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rounds": 0}, "`rounds` is 0; it must be a whole number, at least 1$"),
+        ({"align": 0}, "`align` is 0; it must be a whole number, at least 1$"),
+        ({"align": None}, "`align` is None; it must be a whole number, at least 1$"),
+        ({"rate": 2.0}, r"`rate` is 2.0; it must be in \(0, 1\]"),
+        ({"pull": -1.0}, "`pull` is -1.0; it must be finite, and at least 0"),
+        ({"pull": float("inf")}, "`pull` is inf; it must be finite, and at least 0"),
+        ({"resample_every": 0}, "`resample_every` is 0; it must be a whole number, at least 1, or None"),
+        ({"search_steps": 2.5}, "`search_steps` is 2.5; it must be a whole number, at least 1, or None"),
+    ],
+)
+def test_wrong_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        EqualWorth(**changes)
+
+
+def test_foreign_states_are_refused():
+    policy = EqualWorth().start(GRAPH.costs, Flops(0.3))
     with pytest.raises(CheckpointError, match="lacks sums"):
         policy.load_state_dict({name: value for name, value in policy.state_dict().items() if name != "sums"})
     with pytest.raises(CheckpointError, match="budget"):
-        policy.load_state_dict(EqualWorth(GRAPH.costs, Flops(0.2)).state_dict())
+        policy.load_state_dict(EqualWorth().start(GRAPH.costs, Flops(0.2)).state_dict())
     with pytest.raises(CheckpointError, match="units"):
-        policy.load_state_dict(EqualWorth(RESIDUAL.costs, Flops(0.3)).state_dict())
+        policy.load_state_dict(EqualWorth().start(RESIDUAL.costs, Flops(0.3)).state_dict())

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import math
 
@@ -7,17 +8,30 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
-from slimstart.policies import BernoulliUnits, Budget, Channels, Estimator, Flops, Params, Policy, leave_one_out_of
-from tests.cost_tables import chain, cost_table, factor
+from slimstart.policies import (
+    Budget,
+    Channels,
+    Estimator,
+    Flops,
+    Learner,
+    Padding,
+    Paper,
+    PaperSearch,
+    Params,
+    leave_one_out_of,
+)
+from slimstart.policies.capping import SPREAD
+from slimstart.policies.paper import UNCAPPED_SPREAD
+from tests.cost_tables import chain, cost_table, factor, search
 
 BUDGETS = [Channels(0.3), Params(0.3), Flops(0.3)]
 
 
-def random_losses(policy: BernoulliUnits, generator: torch.Generator) -> Tensor:
+def random_losses(policy: PaperSearch, generator: torch.Generator) -> Tensor:
     return torch.randn(policy.num_masks, generator=generator)
 
 
-def advance(policy: BernoulliUnits, num_updates: int, seed: int = 0) -> None:
+def advance(policy: PaperSearch, num_updates: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_updates):
         policy.draw()
@@ -32,7 +46,7 @@ def always(value: float) -> Estimator:
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.parametrize("estimator", ["pge", "vr_pge", "vr_pge_symmetric", leave_one_out_of(3)], ids=[*"1234"])
 def test_the_budget_holds_after_every_update(budget: Budget, estimator: str | Estimator) -> None:
-    policy: BernoulliUnits = BernoulliUnits(chain([6, 8, 5]), budget, estimator, lr=0.05)
+    policy = search(chain([6, 8, 5]), budget, estimator=estimator, structure_lr=0.05)
     generator = torch.Generator().manual_seed(1)
     start = policy.keep_probs
     for _ in range(50):
@@ -46,7 +60,7 @@ def test_the_budget_holds_after_every_update(budget: Budget, estimator: str | Es
 
 
 def test_the_papers_constraint_holds_over_200_updates() -> None:
-    policy = BernoulliUnits(chain([40, 60]), Channels(0.4))
+    policy = search(chain([40, 60]), Channels(0.4))
     assert policy.keep_probs.tolist() == pytest.approx([0.4] * 100, rel=1e-15)
     generator = torch.Generator().manual_seed(2)
     for _ in range(200):
@@ -58,7 +72,7 @@ def test_the_papers_constraint_holds_over_200_updates() -> None:
 
 def test_first_update_by_hand() -> None:
     """Adam's first step is lr * sign(g); then what the sum has gained goes off all units alike."""
-    policy = BernoulliUnits(chain([4]), Channels(0.5), "pge", lr=0.01)
+    policy = search(chain([4]), Channels(0.5), estimator="pge", structure_lr=0.01)
     (mask,) = policy.draw()
     policy.update(torch.tensor([2.0]))
     # g = L h: positive for kept units, which therefore go down; then clip(z - v).
@@ -69,7 +83,7 @@ def test_first_update_by_hand() -> None:
 
 def test_it_learns_which_units_are_worth_keeping() -> None:
     worth = torch.tensor([1.0, -1, 2, -2, 0.5, -0.5, 1.5, -1.5])
-    policy = BernoulliUnits(chain([4, 4]), Channels(0.5), "vr_pge_symmetric", lr=0.05)
+    policy = search(chain([4, 4]), Channels(0.5), estimator="vr_pge_symmetric", structure_lr=0.05)
     for _ in range(300):
         masks = policy.draw()
         policy.update(-(masks.float() * worth).sum(1))
@@ -77,8 +91,18 @@ def test_it_learns_which_units_are_worth_keeping() -> None:
     assert policy.best_guess().tolist() == (worth > 0).tolist()
 
 
-def test_learning_rate_follows_a_cosine_over_total_steps() -> None:
-    policy = BernoulliUnits(chain([6]), Channels(0.9), always(1.0), lr=0.01, total_steps=4)
+@pytest.mark.parametrize(("search_steps", "every"), [(4, 1), (None, 2), (12, 3), (10, 3)])
+def test_learning_rate_follows_a_cosine_over_the_updates_of_a_search(search_steps: int | None, every: int) -> None:
+    """Four of them: by default over the whole training, of eight steps."""
+    policy = search(
+        chain([6]),
+        Channels(0.9),
+        8,
+        estimator=always(1.0),
+        structure_lr=0.01,
+        search_steps=search_steps,
+        resample_every=every,
+    )
     moved = 0.0
     for step in range(6):
         policy.draw()
@@ -87,8 +111,8 @@ def test_learning_rate_follows_a_cosine_over_total_steps() -> None:
         assert policy.keep_probs.tolist() == pytest.approx([0.9 - moved] * 6, abs=1e-8)
 
 
-def test_learning_rate_is_constant_without_total_steps() -> None:
-    policy = BernoulliUnits(chain([6]), Channels(0.9), always(1.0), lr=0.01)
+def test_learning_rate_is_constant_without_any_length() -> None:
+    policy = search(chain([6]), Channels(0.9), estimator=always(1.0), structure_lr=0.01)
     for step in range(1, 4):
         policy.draw()
         policy.update(torch.zeros(1))
@@ -102,7 +126,7 @@ def test_adam_is_torchs(total_steps: int | None) -> None:
     gradients = [torch.randn(9, dtype=torch.float64, generator=generator) * 10.0 ** (i % 5 - 3) for i in range(40)]
     left = iter(gradients)
     estimator = Estimator("given", 1, lambda losses, masks, s, alpha: next(left))
-    policy = BernoulliUnits(chain([4, 5]), Channels(1.0), estimator, lr=0.003, total_steps=total_steps)
+    policy = search(chain([4, 5]), Channels(1.0), total_steps, estimator=estimator, structure_lr=0.003)
     s = torch.full((9,), 0.5, dtype=torch.float64)
     policy._s.copy_(s)
     adam = torch.optim.Adam([s.requires_grad_()], lr=0.003)
@@ -120,39 +144,32 @@ def test_adam_is_torchs(total_steps: int | None) -> None:
         torch.testing.assert_close(moments[key], reference[key], rtol=1e-12, atol=1e-300)
 
 
-def test_alpha_and_direction_reach_the_maths() -> None:
+def test_alpha_reaches_the_maths_and_all_units_are_lowered_alike() -> None:
     seen: list[float] = []
 
     def gradient(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
         seen.append(alpha)
         return torch.full_like(s, -1.0)
 
-    table = chain([6, 6])
-    uniform, steep = (
-        BernoulliUnits(table, Flops(0.3), Estimator("probe", 1, gradient), alpha=0.7, direction=direction)
-        for direction in ("uniform", "gradient")
-    )
-    for policy in (uniform, steep):
-        policy.draw()
-        policy.update(torch.zeros(1))
-    assert seen == [0.7, 0.7]
-    # All entries rose by the same; the uniform projection takes it back alike, the other by each layer's cost.
-    assert float(uniform.keep_probs.max() - uniform.keep_probs.min()) < 1e-12
-    assert float(steep.keep_probs.max() - steep.keep_probs.min()) > 1e-4
+    policy = search(chain([6, 6]), Flops(0.3), estimator=Estimator("probe", 1, gradient), alpha=0.7)
+    policy.draw()
+    policy.update(torch.zeros(1))
+    assert seen == [0.7]
+    assert float(policy.keep_probs.max() - policy.keep_probs.min()) < 1e-12
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_restored_policy_continues_bit_exactly(budget: Budget, pending: bool) -> None:
     table = chain([6, 8, 5])
-    policy = BernoulliUnits(table, budget, total_steps=50, seed=3)
+    policy = search(table, budget, 50, seed=3)
     advance(policy, 10)
     if pending:
         policy.draw()
     file = io.BytesIO()
     torch.save(policy.state_dict(), file)
     file.seek(0)
-    restored = BernoulliUnits(table, budget, total_steps=50, seed=99)
+    restored = search(table, budget, 50, seed=99)
     restored.load_state_dict(torch.load(file, weights_only=True))
     for one in (policy, restored):
         if pending:
@@ -164,7 +181,7 @@ def test_a_restored_policy_continues_bit_exactly(budget: Budget, pending: bool) 
 
 
 def test_a_state_dict_does_not_change_with_the_policy() -> None:
-    policy = BernoulliUnits(chain([6]), Channels(0.5), seed=1)
+    policy = search(chain([6]), Channels(0.5), seed=1)
     advance(policy, 3)
     state = policy.state_dict()
     file = io.BytesIO()
@@ -182,7 +199,7 @@ def test_a_state_dict_does_not_change_with_the_policy() -> None:
 
 
 def test_keep_probs_and_masks_are_copies() -> None:
-    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    policy = search(chain([6]), Channels(0.5))
     policy.keep_probs.zero_()
     assert policy.keep_probs.tolist() == [0.5] * 6
     kept = policy.state_dict()["keep_probs"]
@@ -192,7 +209,7 @@ def test_keep_probs_and_masks_are_copies() -> None:
 
 
 def test_masks_are_reproducible_from_the_seed() -> None:
-    first, again, other = (BernoulliUnits(chain([30]), Channels(0.5), seed=seed) for seed in (4, 4, 5))
+    first, again, other = (search(chain([30]), Channels(0.5), seed=seed) for seed in (4, 4, 5))
     masks = first.draw()
     assert torch.equal(masks, again.draw())
     assert not torch.equal(masks, other.draw())
@@ -202,7 +219,7 @@ def test_masks_are_reproducible_from_the_seed() -> None:
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 def test_candidates_and_best_guess_are_within_the_budget(budget: Budget) -> None:
     table = chain([12, 16, 9])
-    policy = BernoulliUnits(table, budget, lr=0.05)
+    policy = search(table, budget, structure_lr=0.05)
     advance(policy, 30)
     masks = policy.candidates(40)
     assert masks.shape == (40, 37)
@@ -213,8 +230,8 @@ def test_candidates_and_best_guess_are_within_the_budget(budget: Budget) -> None
     assert torch.equal(policy.best_guess(), policy.best_guess())
 
 
-def settled(table: CostTable, budget: Budget, s: list[float]) -> BernoulliUnits:
-    policy = BernoulliUnits(table, budget)
+def settled(table: CostTable, budget: Budget, s: list[float]) -> PaperSearch:
+    policy = search(table, budget)
     with torch.no_grad():  # also where the budget does not allow it
         policy._s.copy_(torch.tensor(s, dtype=torch.float64))
     return policy
@@ -251,7 +268,7 @@ def test_cutting_goes_down_to_the_first_units_where_nothing_else_fits() -> None:
 
 
 def test_best_guess_at_the_start_is_the_uniformly_narrow_network() -> None:
-    mask = BernoulliUnits(chain([10, 20, 30]), Channels(0.2)).best_guess()
+    mask = search(chain([10, 20, 30]), Channels(0.2)).best_guess()
     assert [int(part.sum()) for part in mask.split([10, 20, 30])] == [2, 4, 6]
 
 
@@ -267,21 +284,24 @@ def test_best_guess_keeps_the_most_probable_unit_of_a_group_that_is_mostly_empty
 
 
 def test_candidates_leave_pending_masks_alone() -> None:
-    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    policy = search(chain([6]), Channels(0.5))
     policy.draw()
     before = policy.state_dict()["masks"]
     policy.candidates(3)
     assert torch.equal(policy.state_dict()["masks"], before)
 
 
-def test_it_is_a_policy() -> None:
-    policy: Policy = BernoulliUnits(chain([6]), Channels(0.5))
-    assert policy.num_masks == 2
+def test_it_never_ends_by_itself_and_keeps_a_network_for_a_window() -> None:
+    policy: Learner = search(chain([6]), Channels(0.5), 3, sampling=None, resample_every=7, align=4)
+    assert (policy.num_masks, policy.window, policy.padding) == (2, 7, Padding(4, SPREAD))
+    assert search(chain([6]), Channels(0.5), sampling="bernoulli").padding == Padding(None, UNCAPPED_SPREAD)
+    advance(policy, 5)
+    assert not policy.is_done
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_losses_that_are_not_finite_change_nothing(bad: float) -> None:
-    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    policy = search(chain([6]), Channels(0.5))
     advance(policy, 2)
     policy.draw()
     before = policy.state_dict()
@@ -296,7 +316,7 @@ def test_losses_that_are_not_finite_change_nothing(bad: float) -> None:
 
 
 def test_update_needs_fresh_masks_and_one_loss_for_each() -> None:
-    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    policy = search(chain([6]), Channels(0.5))
     with pytest.raises(RuntimeError, match="call `draw` before it"):
         policy.update(torch.zeros(2))
     policy.draw()
@@ -312,32 +332,53 @@ def test_update_needs_fresh_masks_and_one_loss_for_each() -> None:
     [
         ({"alpha": -0.1}, r"`alpha` is -0.1; it must be in \[0, 1\]"),
         ({"alpha": math.nan}, r"`alpha` is nan; it must be in \[0, 1\]"),
-        ({"lr": 0.0}, "`lr` is 0.0; it must be positive and finite"),
-        ({"lr": math.inf}, "`lr` is inf; it must be positive and finite"),
-        ({"total_steps": 0}, "`total_steps` is 0; it must be at least 1"),
-        ({"estimator": "best"}, "`estimator` is 'best'"),
-        ({"direction": "down"}, "`direction` is 'down'"),
+        ({"structure_lr": 0.0}, "`structure_lr` is 0.0; it must be positive and finite"),
+        ({"structure_lr": math.inf}, "`structure_lr` is inf; it must be positive and finite"),
+        ({"estimator": "best"}, "`estimator` is 'best'; it must be one of 'pge', 'vr_pge'"),
+        ({"sampling": "poisson"}, "`sampling` is 'poisson'; it must be one of 'bernoulli', 'capped'"),
+        ({"sampling": "capped", "estimator": "pge"}, "`sampling` is 'capped', which biases 'pge'"),
+        ({"resample_every": 0}, "`resample_every` is 0; it must be a whole number, at least 1$"),
+        ({"resample_every": None}, "`resample_every` is None; it must be a whole number, at least 1$"),
+        ({"align": 2.0}, "`align` is 2.0; it must be a whole number, at least 1, or None"),
+        ({"search_steps": 0}, "`search_steps` is 0; it must be a whole number, at least 1, or None"),
+        ({"seed": -1}, r"`seed` is -1; it must be a whole number in \[0, 2\*\*63\)"),
+        ({"seed": 0.5}, "`seed` is 0.5; it must be a whole number"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
+def test_wrong_settings_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BernoulliUnits(chain([6]), Channels(0.5), **arguments)  # type: ignore[arg-type]
+        Paper(**arguments)  # type: ignore[arg-type]
+
+
+def test_candidates_are_at_least_one() -> None:
     with pytest.raises(ValueError, match="`n` is 0; it must be at least 1"):
-        BernoulliUnits(chain([6]), Channels(0.5)).candidates(0)
+        search(chain([6]), Channels(0.5)).candidates(0)
+
+
+def test_settings_serve_several_trainings_and_do_not_change() -> None:
+    settings = Paper(seed=3)
+    first, second = (settings.start(chain([6]), Channels(0.5)) for _ in range(2))
+    masks = first.draw()
+    advance(first, 4)
+    assert torch.equal(second.draw(), masks)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.seed = 4  # type: ignore[misc]
+    assert settings == Paper(seed=3) == dataclasses.replace(Paper(), seed=3)
+    assert hash(settings) == hash(Paper(seed=3))
 
 
 def test_foreign_states_are_refused() -> None:
-    policy = BernoulliUnits(chain([6]), Channels(0.5))
+    policy = search(chain([6]), Channels(0.5))
     state = policy.state_dict()
     with pytest.raises(CheckpointError, match="`state` lacks adam, masks"):
         policy.load_state_dict({key: state[key] for key in state if key not in ("adam", "masks")})
-    with pytest.raises(CheckpointError, match="`state` lacks exp_avg; it is not a `BernoulliUnits` state"):
+    with pytest.raises(CheckpointError, match="`state` lacks exp_avg; it is not a state of the paper's policy"):
         policy.load_state_dict({**state, "adam": {"exp_avg_sq": torch.zeros(6)}})
     with pytest.raises(CheckpointError, match="`state` has 5 exp_avg_sq and this network 6 units"):
         policy.load_state_dict({**state, "adam": {"exp_avg": torch.zeros(6), "exp_avg_sq": torch.zeros(5)}})
     with pytest.raises(CheckpointError, match="`state` has 7 keep-probabilities and this network 6 units"):
-        policy.load_state_dict(BernoulliUnits(chain([7]), Channels(0.5)).state_dict())
-    other = BernoulliUnits(chain([6]), Channels(0.5), leave_one_out_of(3))
+        policy.load_state_dict(search(chain([7]), Channels(0.5)).state_dict())
+    other = search(chain([6]), Channels(0.5), estimator=leave_one_out_of(3))
     other.draw()
     with pytest.raises(CheckpointError, match=r"`state` has masks of shape \(3, 6\); vr_pge draws 2"):
         policy.load_state_dict(other.state_dict())
@@ -345,7 +386,7 @@ def test_foreign_states_are_refused() -> None:
 
 def test_a_network_without_units() -> None:
     table = cost_table([], [], [factor([], offset=4)], [(5, (0, 0))])
-    policy = BernoulliUnits(table, Flops(1.0))
+    policy = search(table, Flops(1.0))
     assert policy.draw().shape == (2, 0)
     policy.update(torch.tensor([1.0, 2.0]))
     assert policy.best_guess().shape == (0,)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from slimstart.costs import CostTable
 from slimstart.graph import trace
 from slimstart.models import resnet20, vgg19
-from slimstart.policies import ESTIMATORS, BernoulliUnits, Budget, Channels, DevicePolicy, Estimator, Flops, Params
-from tests.cost_tables import chain, cost_table, factor
+from slimstart.policies import ESTIMATORS, Budget, Channels, DeviceLearner, Estimator, Flops, PaperSearch, Params
+from tests.cost_tables import chain, cost_table, factor, search
 
 BUDGETS = [Channels(0.5), Params(0.5), Flops(0.5)]
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -57,7 +57,7 @@ class WithoutHost(TorchDispatchMode):
         return result
 
 
-def stepped(policy: BernoulliUnits, generator: torch.Generator, ok: Tensor = YES) -> None:
+def stepped(policy: PaperSearch, generator: torch.Generator, ok: Tensor = YES) -> None:
     policy.learn_(torch.randn(policy.num_masks, generator=generator, dtype=torch.float64), ok)
     policy.draw_with(policy.random_numbers())
 
@@ -67,7 +67,7 @@ def stepped(policy: BernoulliUnits, generator: torch.Generator, ok: Tensor = YES
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_no_value_is_asked_for(device: str, budget: Budget, estimator: str) -> None:
     for table, total_steps in ((chain([6, 8, 5]), None), (STREAM, 20)):
-        policy = BernoulliUnits(table, budget, estimator, total_steps=total_steps)
+        policy = search(table, budget, total_steps, estimator=estimator)
         assert policy.capturable
         policy.to(device)
         losses = torch.zeros(policy.num_masks, dtype=torch.float64, device=device)
@@ -81,7 +81,7 @@ def test_no_value_is_asked_for(device: str, budget: Budget, estimator: str) -> N
 def test_the_proof_would_notice() -> None:
     gradient = ESTIMATORS["pge"].gradient
     peeking = Estimator("peeking", 1, lambda l, m, s, a: gradient(l, m, s, a) * float(l.sum()), capturable=True)
-    policy = BernoulliUnits(chain([6]), Flops(0.5), peeking)
+    policy = search(chain([6]), Flops(0.5), estimator=peeking)
     with WithoutHost("cpu"), pytest.raises(AssertionError, match="_local_scalar_dense asks for a value"):
         policy.learn_(torch.ones(1).double(), YES)
     with WithoutHost("cpu"), pytest.raises(AssertionError, match="goes to another device"):
@@ -98,7 +98,7 @@ def test_the_proof_would_notice() -> None:
 def test_number_of_kernels(network: Any, budget: Budget, most: int) -> None:
     """Each takes 2 to 4 microseconds in a graph, whatever the size."""
     table = trace(network(num_classes=10), torch.zeros(1, 3, 32, 32)).costs
-    policy = BernoulliUnits(table, budget, total_steps=100)
+    policy = search(table, budget, 100)
     numbers, losses = policy.random_numbers(), torch.tensor([1.0, 2.0]).double()
     policy.draw_with(numbers)
     with WithoutHost("cpu") as mode:
@@ -111,7 +111,7 @@ def test_number_of_kernels(network: Any, budget: Budget, most: int) -> None:
 @pytest.mark.parametrize("table", [chain([6, 8, 5]), STREAM], ids=["chain", "stream"])
 def test_it_learns_what_update_learns(budget: Budget, table: CostTable) -> None:
     """Kernels in a fixed number find what the adaptive projection finds, and draw the same masks."""
-    ours, reference = (BernoulliUnits(table, budget, lr=0.02, total_steps=40, seed=5) for _ in range(2))
+    ours, reference = (search(table, budget, 40, structure_lr=0.02, seed=5) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     ours.draw_with(ours.random_numbers())
     reference.draw()
@@ -127,7 +127,7 @@ def test_it_learns_what_update_learns(budget: Budget, table: CostTable) -> None:
 
 
 def test_where_not_ok_nothing_changes(differences: Any) -> None:
-    policy = BernoulliUnits(chain([6, 8]), Flops(0.4), total_steps=9)
+    policy = search(chain([6, 8]), Flops(0.4), 9)
     generator = torch.Generator().manual_seed(0)
     policy.draw_with(policy.random_numbers())
     for _ in range(3):
@@ -145,7 +145,7 @@ def test_where_not_ok_nothing_changes(differences: Any) -> None:
 
 def test_everything_happens_in_place() -> None:
     """A graph replays on the same storage: through steps, a load, and moves to where it is."""
-    policy = BernoulliUnits(chain([6, 8]), Flops(0.4))
+    policy = search(chain([6, 8]), Flops(0.4))
     masks = policy.draw_with(policy.random_numbers())
 
     def places() -> list[int]:
@@ -169,7 +169,7 @@ def test_everything_happens_in_place() -> None:
 
 def test_masks_come_from_the_policys_own_numbers() -> None:
     """`draw` is `draw_with(random_numbers())`, and the numbers are the CPU's."""
-    first, again = (BernoulliUnits(chain([30]), Channels(0.5), seed=4) for _ in range(2))
+    first, again = (search(chain([30]), Channels(0.5), seed=4) for _ in range(2))
     numbers = again.random_numbers()
     assert torch.equal(numbers, torch.rand(2, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(4)))
     assert torch.equal(first.draw(), numbers < 0.5)
@@ -180,7 +180,7 @@ def test_masks_come_from_the_policys_own_numbers() -> None:
 
 def test_states_do_not_know_devices() -> None:
     """What is pending is known after `draw_with` too, as an engine leaves it."""
-    policy = BernoulliUnits(chain([6, 8]), Flops(0.4), total_steps=20)
+    policy = search(chain([6, 8]), Flops(0.4), 20)
     policy.draw_with(policy.random_numbers())
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_states_do_not_know_devices() -> None:
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert state["num_updates"] == 3
-    restored = BernoulliUnits(chain([6, 8]), Flops(0.4), total_steps=20, seed=9)
+    restored = search(chain([6, 8]), Flops(0.4), 20, seed=9)
     restored.load_state_dict(state)
     for one in (policy, restored):
         for _ in range(3):
@@ -204,26 +204,24 @@ def test_states_do_not_know_devices() -> None:
 def test_which_policies_run_without_the_host() -> None:
     table = chain([6])
     own = Estimator("own", 1, lambda losses, masks, s, alpha: torch.zeros_like(s))
-    assert isinstance(BernoulliUnits(table, Flops(0.5)), DevicePolicy)
-    assert not isinstance(table, DevicePolicy)
-    assert BernoulliUnits(table, Flops(0.5)).capturable
-    assert BernoulliUnits(table, Channels(0.5), direction="gradient").capturable  # it has its own direction
-    assert not BernoulliUnits(table, Flops(0.5), direction="gradient").capturable
-    assert not BernoulliUnits(table, Flops(0.5), own).capturable
-    assert not BernoulliUnits(cost_table([], [], [factor([], offset=4)], [(5, (0, 0))]), Flops(1.0)).capturable
+    assert isinstance(search(table, Flops(0.5)), DeviceLearner)
+    assert not isinstance(table, DeviceLearner)
+    assert search(table, Flops(0.5)).capturable
+    assert not search(table, Flops(0.5), estimator=own).capturable
+    assert not search(cost_table([], [], [factor([], offset=4)], [(5, (0, 0))]), Flops(1.0)).capturable
 
 
 def test_wrong_arguments_are_refused() -> None:
-    policy = BernoulliUnits(chain([6]), Flops(0.5))
+    policy = search(chain([6]), Flops(0.5))
     with pytest.raises(
         ValueError, match=r"`numbers` has shape \(6,\); it must be that of `random_numbers\(\)`, \(2, 6\)"
     ):
         policy.draw_with(torch.zeros(6))
     with pytest.raises(ValueError, match=r"`losses` has shape \(1,\); vr_pge needs \(2,\)"):
         policy.learn_(torch.zeros(1), YES)
-    steep = BernoulliUnits(chain([6]), Flops(0.5), direction="gradient")
-    with pytest.raises(RuntimeError, match="without the host for estimator 'vr_pge' in direction 'gradient'; ask `cap"):
-        steep.learn_(torch.zeros(2), YES)
+    own = search(chain([6]), Flops(0.5), estimator=Estimator("own", 1, lambda losses, masks, s, alpha: s))
+    with pytest.raises(RuntimeError, match="needs the host for the estimator 'own'; check `capturable` first"):
+        own.learn_(torch.zeros(1), YES)
 
 
 @pytest.mark.gpu
@@ -231,7 +229,7 @@ def test_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.parametrize("table", [chain([6, 8, 5]), STREAM], ids=["chain", "stream"])
 def test_a_captured_graph_equals_the_cpu(budget: Budget, table: CostTable) -> None:
-    ours, reference = (BernoulliUnits(table, budget, lr=0.02, total_steps=40, seed=5) for _ in range(2))
+    ours, reference = (search(table, budget, 40, structure_lr=0.02, seed=5) for _ in range(2))
     for policy in (ours, reference):
         policy.draw_with(policy.random_numbers())
     ours.to("cuda")
@@ -258,7 +256,7 @@ def test_a_captured_graph_equals_the_cpu(budget: Budget, table: CostTable) -> No
         assert ours.budget.expected(ours.keep_probs) <= ours.budget.limit
         torch.testing.assert_close(ours.keep_probs, reference.keep_probs, rtol=0, atol=1e-9)
         assert torch.equal(masks.cpu(), reference.draw_with(reference.random_numbers()))
-    resumed = BernoulliUnits(table, budget, lr=0.02, total_steps=40)
+    resumed = search(table, budget, 40, structure_lr=0.02)
     resumed.load_state_dict(ours.state_dict())
     assert torch.equal(resumed.keep_probs, ours.keep_probs)
     assert resumed.num_updates == ours.num_updates == reference.num_updates

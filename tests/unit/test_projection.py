@@ -12,12 +12,10 @@ from slimstart.graph import trace
 from slimstart.models import mobilenet_v1, resnet20
 from slimstart.policies import BoundBudget, Budget, Channels, Flops, Params, project, uniform_start
 from slimstart.policies.multisection import Multisection
-from slimstart.policies.projection import Direction
 from tests import reference
-from tests.cost_tables import chain, cost_table, cost_tables, factor
+from tests.cost_tables import chain, cost_table, cost_tables
 
 REALS = st.floats(-1.5, 2.5, allow_nan=False)
-DIRECTIONS: list[Direction] = ["uniform", "gradient"]
 
 
 def f64(values: object) -> Tensor:
@@ -83,7 +81,6 @@ def bind(budget: type[Budget], table: CostTable, share: float) -> BoundBudget:
     return budget((whole.minimum + share * (whole.dense - whole.minimum)) / whole.dense * (1 + 1e-12)).bind(table)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
 @settings(max_examples=25, deadline=None)
 @given(
     table=cost_tables(every_unit_costs=True),
@@ -92,11 +89,11 @@ def bind(budget: type[Budget], table: CostTable, share: float) -> BoundBudget:
     data=st.data(),
 )
 def test_polynomial_budgets_are_met_tightly(
-    direction: Direction, table: CostTable, budget: type[Budget], share: float, data: st.DataObject
+    table: CostTable, budget: type[Budget], share: float, data: st.DataObject
 ) -> None:
     bound = bind(budget, table, share)
     z = f64(data.draw(st.lists(REALS, min_size=table.num_units, max_size=table.num_units)))
-    s = project(z, bound, direction)
+    s = project(z, bound)
     inside = z.clamp(0, 1)
     assert bool(((s >= 0) & (s <= 1)).all())
     assert float(bound.expected(s)) <= bound.limit
@@ -105,11 +102,10 @@ def test_polynomial_budgets_are_met_tightly(
         assert torch.equal(s, inside)
     else:
         assert float(bound.expected(s)) == pytest.approx(bound.limit, rel=1e-9)
-    assert torch.equal(project(s, bound, direction), s)  # idempotent
+    assert torch.equal(project(s, bound), s)  # idempotent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", DIRECTIONS)
 @settings(max_examples=50, deadline=None)
 @given(
     widths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
@@ -117,60 +113,21 @@ def test_polynomial_budgets_are_met_tightly(
     data=st.data(),
 )
 def test_a_smaller_budget_gives_no_larger_entry(
-    direction: Direction, widths: list[int], shares: tuple[float, float], data: st.DataObject
+    widths: list[int], shares: tuple[float, float], data: st.DataObject
 ) -> None:
     assume(abs(shares[0] - shares[1]) > 1e-6)
     table = chain(widths)
     z = f64(data.draw(st.lists(REALS, min_size=table.num_units, max_size=table.num_units)))
-    smaller, larger = (project(z, bind(Flops, table, share), direction) for share in sorted(shares))
+    smaller, larger = (project(z, bind(Flops, table, share)) for share in sorted(shares))
     assert bool((smaller <= larger).all())
 
 
-def test_uniform_direction_lowers_all_units_alike() -> None:
+def test_all_units_are_lowered_alike() -> None:
     bound = Flops(0.4).bind(chain([8, 8]))
     z = torch.linspace(0.35, 0.85, 16, dtype=torch.float64)
     step = z - project(z, bound)
     assert float(step.min()) > 0.01
     torch.testing.assert_close(step, torch.full_like(step, float(step[0])), rtol=0, atol=1e-12)
-
-
-def test_gradient_direction_lowers_units_by_their_cost() -> None:
-    table = chain([8, 8])
-    bound = Flops(0.4).bind(table)
-    z = torch.linspace(0.35, 0.85, 16, dtype=torch.float64)
-    step = z - project(z, bound, "gradient")
-    slope = bound.gradient(z)
-    assert float(step.min()) > 0.001
-    torch.testing.assert_close(step / step.max(), slope / slope.max(), rtol=1e-9, atol=0)
-
-
-def test_gradient_direction_turns_to_free_units_last() -> None:
-    # n1 * n2 with n1 = units 1, 2 and n2 = units 3, 4; unit 0 appears nowhere.
-    table = cost_table([0, 1, 1, 2, 2], [[u] for u in range(5)], [factor([1, 2]), factor([3, 4])], [(1, (0, 1))])
-    s = project(torch.ones(5), Flops(0.5).bind(table), "gradient")
-    assert s[0] == 1  # free, and not needed
-    # A cost whose slope is zero on units 3 and 4 while unit 1, which is certain, hides them; without it, they cost.
-    hidden = cost_table(
-        [0, 0, 1, 1, 1], [[1, 3], [0], [4, 1]], [factor([0, 1, 2], [6, 1, 6])], [(1, (0,))]
-    )  # 6 [1 or 3] + [0] + 6 [4 or 1]
-    bound = Flops(0.3).bind(hidden)
-    z = f64([0.5, 1.0, 0.5, 0.9, 0.9])
-    assert bound.gradient(z)[3:].tolist() == [0, 0]
-    s = project(z, bound, "gradient")
-    assert float(bound.expected(s)) == pytest.approx(bound.limit, rel=1e-9)
-    assert s[:2].tolist() == [0, 0]
-    assert 0 < float(s[3]) < 0.9
-    assert float(s[3]) == pytest.approx(float(s[4]))
-
-
-def test_gradient_direction_leaves_units_that_cost_almost_nothing() -> None:
-    """10^9 n1 + n2: all of the budget is met by the units of the first group."""
-    table = cost_table(
-        [0, 0, 1, 1], [[u] for u in range(4)], [factor([0, 1], 10**9), factor([2, 3])], [(1, (0,)), (1, (1,))]
-    )
-    s = project(torch.ones(4), Flops(0.7).bind(table), "gradient")
-    assert s[2:].tolist() == [1, 1]
-    assert float(s[0]) < 0.99
 
 
 @pytest.mark.parametrize("budget", [Channels, Params, Flops])
@@ -198,16 +155,13 @@ def test_uniform_start_of_channels_is_the_papers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "direction"),
+    "bound",
     [
-        (Flops(0.2).bind(chain([64, 64, 128, 128, 256, 256])), "uniform"),
-        (Flops(0.2).bind(chain([64, 64, 128, 128, 256, 256])), "gradient"),
-        (Channels(0.2).bind(filters_table([1, 2, 4, 8] * 100)), "uniform"),
+        Flops(0.2).bind(chain([64, 64, 128, 128, 256, 256])),
+        Channels(0.2).bind(filters_table([1, 2, 4, 8] * 100)),
     ],
 )
-def test_a_training_step_needs_few_evaluations(
-    bound: BoundBudget, direction: Direction, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_step_needs_few_evaluations(bound: BoundBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     s = project(torch.rand(bound.num_units, dtype=torch.float64, generator=generator), bound)
     z = s + 0.012 + 0.012 * torch.randn(bound.num_units, dtype=torch.float64, generator=generator)
@@ -220,7 +174,7 @@ def test_a_training_step_needs_few_evaluations(
         return evaluate(point)
 
     monkeypatch.setattr(bound, "expected", counted)
-    projected = project(z, bound, direction)
+    projected = project(z, bound)
     assert float(evaluate(projected)) == pytest.approx(bound.limit, rel=1e-9)
     assert calls <= 12
 
@@ -236,8 +190,6 @@ def test_the_tightest_budget_empties_everything() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     bound = Flops(0.5).bind(chain([4]))
-    with pytest.raises(ValueError, match="`direction` is 'steepest'; it must be one of 'uniform', 'gradient'"):
-        project(torch.ones(4), bound, "steepest")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`z` has 2 entries that are NaN or infinite"):
         project(f64([0.5, math.nan, math.inf, 0.1]), bound)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimstart import models, trace
-from slimstart.baselines import PRUNERS, l1_filter, random_mask, random_structure, slimming, soft_filter, uniform_mask
+from slimstart.baselines import PRUNERS, l1_filter, random_mask, random_structure, slimming, soft_filter
 from slimstart.baselines.pruning import Trained, even_rounds, filter_norms, filter_rows
 from slimstart.baselines.shares import keep_best, keep_share, largest_within
 from slimstart.baselines.thresholded_gates import LogNorms
@@ -202,8 +202,16 @@ def test_the_uniform_protocol_is_one_share(method: str, budget: Budget) -> None:
             weight = model.get_parameter(f"{conv}.weight")[i].detach().double()
             scale = float(model.get_parameter(f"{norm}.weight")[i].detach())
             scores[u] = {"l1": weight.abs().sum(), "soft": weight.norm(), "slimming": abs(scale)}[method]
-    by_hand = uniform_mask(given.graph, budget)
-    widths = [len(own) for own in by_group(by_hand, given.graph)]
+    bound, sizes = budget.bind(given.graph.costs), [len(group.units) for group in given.graph.groups]
+    shares = ([max(1, round(i / 2000 * size)) for size in sizes] for i in range(2001))
+    widths = max(
+        (
+            widths
+            for widths in shares
+            if bound.cost(keep_best(scores, torch.tensor(widths), given.graph)) <= bound.limit
+        ),
+        key=sum,
+    )
     assert by_group(PRUNERS[method](given), given.graph) == best_of_each(scores, widths, given.graph)
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
-from slimstart.policies import Channels, Flops, Params
-from slimstart.policies.bernoulli import STRUCTURE_LR
+from slimstart.policies import Channels, Flops, Paper, Params
 from slimstart.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
 from slimstart.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
 from slimstart.recipes.schedules import learning_rate
@@ -112,7 +111,7 @@ def test_code_in_a_file_is_accepted_if_the_user_named_it(tmp_path: Path) -> None
 
 
 def test_presets_have_the_settings_of_the_appendix_and_the_release() -> None:
-    assert (CIFAR.batch_size, CIFAR.lr, CIFAR.momentum, STRUCTURE_LR) == (256, 0.1, 0.9, 12e-3)
+    assert (CIFAR.batch_size, CIFAR.lr, CIFAR.momentum, Paper().structure_lr) == (256, 0.1, 0.9, 12e-3)
     assert (CIFAR.warmup_epochs, CIFAR.label_smoothing, CIFAR.weight_decay) == (0, 0, 5e-4)
     assert (CIFAR.epochs, CIFAR.finetune_epochs, CIFAR.finetune_lr, CIFAR.num_masks) == (300, 40, 1e-3, 10)
     assert (IMAGENET.batch_size, IMAGENET.lr, IMAGENET.momentum) == (256, 0.256, 0.875)

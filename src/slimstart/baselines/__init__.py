@@ -10,7 +10,7 @@ docs/baselines.md says where they follow their authors.
 """
 
 from slimstart.baselines import l1_filter, provable, slimming, soft_filter, thinet
-from slimstart.baselines.narrow import front_heavy, narrow, narrow_to, start_mask, uniform_mask
+from slimstart.baselines.narrow import front_heavy, narrow, narrow_to, uniform_mask
 from slimstart.baselines.pruning import PROTOCOLS as PRUNING_PROTOCOLS
 from slimstart.baselines.pruning import Choose, Rounds, Trained
 from slimstart.baselines.random_structure import random_mask, random_structure
@@ -25,7 +25,7 @@ PRUNERS: dict[str, Choose] = {
 }
 
 # Ways to use a method, and of those that one method alone has, which one.
-OWN_PROTOCOLS: dict[str, str] = {"folded": "soft", "front_heavy": "narrow", "start": "narrow"}
+OWN_PROTOCOLS: dict[str, str] = {"folded": "soft", "front_heavy": "narrow"}
 PROTOCOLS = (*PRUNING_PROTOCOLS, *OWN_PROTOCOLS)
 
 # What is left of the network after each of several rounds, where it is not `pruning.even_rounds`.
@@ -43,6 +43,5 @@ __all__ = [
     "narrow_to",
     "random_mask",
     "random_structure",
-    "start_mask",
     "uniform_mask",
 ]

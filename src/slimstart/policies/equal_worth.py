@@ -51,7 +51,7 @@ from slimstart.policies.base import LearnsFrom, check_count
 from slimstart.policies.budgets import BoundBudget, Budget
 from slimstart.policies.participation import participation
 from slimstart.policies.ranking import places
-from slimstart.policies.widths import Fit
+from slimstart.policies.widths import ALIGN, Fit
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class EqualWorth:
     rounds: int = 16
     rate: float = 0.5
     pull: float = 8.0
-    align: int = 8
+    align: int = ALIGN
     resample_every: int | None = None
     search_steps: int | None = None
 

@@ -15,6 +15,7 @@ from slimstart.costs import CostTable
 from slimstart.policies.budgets import BoundBudget
 from slimstart.policies.ranking import places
 
+ALIGN = 8  # default; GPUs are slow at widths that are not multiples of it
 FILLED = 0.99  # share of a budget that is enough
 SMALL = 8  # groups of fewer units than this many times `align` have any width: multiples would be too far apart
 

@@ -26,11 +26,11 @@ from slimstart.errors import BudgetError, ConfigError
 from slimstart.graph import trace
 from slimstart.narrow import compact
 from slimstart.narrow.stream_ports import StreamPort
+from slimstart.policies import Paper
 from slimstart.recipes import surroundings
 from slimstart.recipes.bench_contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
 from slimstart.recipes.bench_settings import Settings
 from slimstart.recipes.bench_structure import decided, executed_flops, saved_policy, to_the_middle, typical_mask
-from slimstart.recipes.method import alignment
 from slimstart.recipes.recipe import make_model, parse_budget
 from slimstart.steps.search import LOOK_EVERY
 from slimstart.training import SparseTraining
@@ -100,10 +100,10 @@ class Benchmark:
         work = self.work
         by_hand = self._search(budget, resample_every=10**9, engine="eager")
         if structure == "middle" and self._saved is not None:
-            by_hand.policy.load_state_dict(self._saved)
+            by_hand.learner.load_state_dict(self._saved)
         elif structure == "middle":
-            to_the_middle(by_hand.policy, self.settings.seed)
-        state, share = by_hand.policy.state_dict(), decided(by_hand.policy)
+            to_the_middle(by_hand.learner, self.settings.seed)
+        state, share = by_hand.learner.state_dict(), decided(by_hand.learner)
         small = compact(by_hand.model, by_hand.graph.select(typical_mask(by_hand)))
         own_flops = flops(small, self._example)
         plain: dict[str, Mapping[str, Plain]] = {"dense": dense, "narrow": every_way(small, work, self._compiled)}
@@ -132,7 +132,7 @@ class Benchmark:
         batch, loss_fn = work.batch(work.channels_last), work.loss  # one and the same: what is captured is known by it
         memory = Memory(device)
         sparse = self._search(budget, resample_every, "auto")
-        sparse.policy.load_state_dict(state)
+        sparse.learner.load_state_dict(state)
         # Room was made for another s. In a search it has long been made anew, so here it must be before the clock runs.
         for _ in range(1 if sparse.engine == "eager" else LOOK_EVERY + 1):
             sparse.resample()
@@ -182,18 +182,15 @@ class Benchmark:
             work.optimizer(model),
             self._example,
             parse_budget(budget),
+            policy=Paper(resample_every=resample_every, align=settings.align, seed=settings.seed),
             coupling=settings.coupling,
-            resample_every=resample_every,
-            align=settings.align,
-            seed=settings.seed,
             engine=engine,
-            policy="paper",
         )
 
     def _narrowed_by_hand(self, own_flops: int) -> dict[str, Mapping[str, Plain]]:
         """Every width multiplied by one number, for as many FLOPs: no layer needs a port on a stream. None, if none."""
         try:
-            small = narrow_to(self.model, self._example, own_flops, self.dense_flops, alignment(None, self.work.device))
+            small = narrow_to(self.model, self._example, own_flops, self.dense_flops)
         except BudgetError:  # whole streams may cost more than the narrow network
             return {}
         return {"hand_narrow": every_way(small, self.work, self._compiled)}

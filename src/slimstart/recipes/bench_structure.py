@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slimstart import checkpoints
 from slimstart.errors import CheckpointError, ConfigError
-from slimstart.policies import Flops, Policy
+from slimstart.policies import Flops, Learner
 from slimstart.recipes.recording import structure_of
 from slimstart.recipes.runs import Run
 from slimstart.training import SparseTraining
@@ -23,13 +23,13 @@ PRESSURE = 3.0  # of the budget on s, in standard deviations of the noise
 NUM_DRAWS = 9
 
 
-def decided(policy: Policy) -> float:
+def decided(learner: Learner) -> float:
     """Share of s within 0.05 of 0 or 1."""
-    return float(structure_of(policy.keep_probs.cpu(), None)["certain"])
+    return float(structure_of(learner.keep_probs.cpu(), None)["certain"])
 
 
-def to_the_middle(policy: Policy, seed: int) -> None:
-    """Bring a policy to where a real search is half-way, without a network.
+def to_the_middle(learner: Learner, seed: int) -> None:
+    """Bring a learner to where a real search is half-way, without a network.
 
     Its losses are noise, and lower for a mask with more units, so that s stays pressed against its budget, as it does
     in reality; noise alone would let it fall. Half-way is where half of all s are decided, and half of the variance of
@@ -39,16 +39,16 @@ def to_the_middle(policy: Policy, seed: int) -> None:
         ConfigError: it does not come to that.
     """
     generator = torch.Generator().manual_seed(seed)
-    at_start = _variance(policy.keep_probs)
+    at_start = _variance(learner.keep_probs)
     for _ in range(MAX_UPDATES):
-        variance = _variance(policy.keep_probs)
-        if decided(policy) >= HALF and variance <= HALF * at_start:
+        variance = _variance(learner.keep_probs)
+        if decided(learner) >= HALF and variance <= HALF * at_start:
             return
-        extra = policy.draw().cpu().double().sum(1) - float(policy.keep_probs.sum())
-        noise = torch.randn(policy.num_masks, generator=generator, dtype=torch.float64)
-        policy.update(noise - PRESSURE * extra / variance**0.5)
+        extra = learner.draw().cpu().double().sum(1) - float(learner.keep_probs.sum())
+        noise = torch.randn(learner.num_masks, generator=generator, dtype=torch.float64)
+        learner.update(noise - PRESSURE * extra / variance**0.5)
     raise ConfigError(
-        f"after {MAX_UPDATES:,} updates with noise only {decided(policy):.0%} of all s are within 0.05 of 0 or 1; "
+        f"after {MAX_UPDATES:,} updates with noise only {decided(learner):.0%} of all s are within 0.05 of 0 or 1; "
         "take the structure `middle` from a run, by --keep-probs"
     )
 
@@ -58,7 +58,7 @@ def _variance(s: Tensor) -> float:
 
 
 def saved_policy(path: Path, digest: str) -> Mapping[str, Any]:
-    """The policy's state in a run's folder, or in a checkpoint of a run or of SparseTraining.
+    """The learner's state in a run's folder, or in a checkpoint of a run or of SparseTraining.
 
     Args:
         digest: of the graph that it must belong to.

@@ -26,7 +26,7 @@ import torch
 from slimstart import records
 from slimstart.baselines import OWN_PROTOCOLS, PRUNERS, RELAXATIONS
 from slimstart.errors import BudgetError, ConfigError, NonFiniteLossError, TraceError
-from slimstart.policies import POLICIES
+from slimstart.policies import POLICIES, get_policy
 from slimstart.recipes import surroundings
 from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import METHODS, Recipe, merged, parse_budget
@@ -92,7 +92,8 @@ def plan(entrant: Contender, recipe: Recipe, total_epochs: int, finetune_epochs:
     # Soft pruning is the one that prunes while it trains, if it is not to cut once like the others.
     soft = entrant.method == "soft" and entrant.changes.get("protocol", recipe.protocol) != "uniform"
     pruning_trained = entrant.method in PRUNERS and not soft
-    settles_early = entrant.method == "slimstart" and entrant.changes.get("policy", recipe.policy) != "paper"
+    policy = get_policy(entrant.changes.get("policy", recipe.policy))
+    settles_early = entrant.method == "slimstart" and policy.learns_from == "gradients"
     if settles_early or (not pruning_trained and entrant.method not in SEARCHING):
         return {"epochs": total_epochs, "finetune_epochs": 0}
     if finetune_epochs is None:

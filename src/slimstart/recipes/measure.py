@@ -13,7 +13,9 @@ from slimstart.accounting.timing import Step, Stopwatch, compare
 from slimstart.baselines import RELAXATIONS, narrow_to
 from slimstart.devices import device_of
 from slimstart.errors import BudgetError
-from slimstart.recipes.methods import Batch, Loss, Search, alignment, sgd
+from slimstart.policies import get_policy
+from slimstart.policies.widths import ALIGN
+from slimstart.recipes.methods import Batch, Loss, Search, sgd
 from slimstart.recipes.parts import plain_step, search_step
 from slimstart.recipes.recipe import Recipe, merged
 from slimstart.recipes.task import Task
@@ -82,12 +84,12 @@ def step_times(
     if recipe.full_model_device is None:  # otherwise it may be larger than the device
         steps["dense"] = _plain_step(recipe, make_model(), batch, engine)
     if recipe.method != "dense":
-        align = alignment(recipe.align, batch[0].device, engine)
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            small = _narrowed(make_model(), batch, own_flops, dense_flops, align)
+            small = _narrowed(make_model(), batch, own_flops, dense_flops, recipe.align or ALIGN)
             steps["narrow"] = _plain_step(recipe, small, batch, engine)
     if recipe.method == "slimstart":
-        draws = recipe.policy == "paper"  # other policies settle early: their steps are steps without draws
+        # A policy that learns from gradients ends its search early: its steps are steps without draws.
+        draws = get_policy(recipe.policy).learns_from == "losses"
         held_long = draws and every > 1  # then draws are made by hand, so that a held step makes none
         endless = merged(recipe, {"resample_every": 1 if draws and not held_long else 10**9})
         search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000, engine=engine)

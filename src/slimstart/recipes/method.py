@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -94,8 +93,3 @@ class Method(Protocol):
 
 def sgd(recipe: Recipe, model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
-
-
-def alignment(align: int | None, device: torch.device, engine: str = "auto") -> int:
-    """Widths of a network that is narrowed by hand are multiples of this, where that makes it faster."""
-    return align or (8 if device.type == "cuda" and engine != "eager" else 1)

@@ -10,20 +10,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slimstart.baselines import PRUNERS, front_heavy, narrow, random_structure, start_mask
+from slimstart.baselines import PRUNERS, front_heavy, narrow, random_structure
 from slimstart.baselines.relaxations import RELAXATIONS
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
-from slimstart.narrow import compact, compact_fresh
+from slimstart.narrow import compact
+from slimstart.policies.widths import ALIGN
 from slimstart.recipes.fixed import Fixed
-from slimstart.recipes.method import Batch, Loss, Method, alignment, sgd
+from slimstart.recipes.method import Batch, Loss, Method, sgd
 from slimstart.recipes.pruned import Pruned
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.relaxed import Relaxed
 from slimstart.recipes.search import Search
 from slimstart.steps.wrapping import Wrap
 
-__all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "alignment", "make_method", "sgd"]
+__all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "make_method", "sgd"]
 
 
 def make_method(
@@ -59,9 +60,7 @@ def make_method(
         network = compact(model, graph.select(torch.ones(graph.num_units, dtype=torch.bool)))
     elif recipe.method == "random":
         network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))
-    elif recipe.protocol == "start":
-        network = compact_fresh(model, graph.select(start_mask(graph, budget, recipe.align)))
     else:
         profile = front_heavy(graph) if recipe.protocol == "front_heavy" else None
-        network = narrow(model, graph, budget, alignment(recipe.align, example.device, engine), profile)
+        network = narrow(model, graph, budget, recipe.align or ALIGN, profile)
     return Fixed(recipe, graph, network, example, engine, wrap)

@@ -29,7 +29,7 @@ METHODS = (
     "grow-efficient",
 )
 PRECISIONS = ("float32", "tf32", "bfloat16")
-OF_THE_PAPER = ("estimator", "sampling", "structure_lr")  # settings of its policy, of those that a recipe has
+OWN_SETTINGS = ("estimator", "sampling", "structure_lr")  # fields of a recipe that some policies lack
 
 
 def _setting(default: Any, about: str) -> Any:
@@ -90,7 +90,7 @@ class Recipe:
         "original",
         "of methods that cut a trained network: original, uniform (one share of every layer in one cut), or, of soft "
         "alone, folded (filters with their batch norm); of narrow: original, front_heavy (shares that fall to a "
-        "quarter), start (as our search starts)",
+        "quarter)",
     )
     rounds: int = _setting(1, "cuts of such a method, spread over the epochs of fine-tuning")
     penalty: float = _setting(1e-4, "of network slimming, on the scales of batch norm")
@@ -119,8 +119,8 @@ class Recipe:
     seed: int = _setting(0, "of weights, batches and masks")
 
     def __post_init__(self) -> None:
-        if self.policy == "paper" and self.estimator is None:  # one hash for one run
-            object.__setattr__(self, "estimator", "vr_pge")
+        if self.estimator is None:  # one hash for one run
+            object.__setattr__(self, "estimator", _own_settings(self.policy).get("estimator"))
         for field in dataclasses.fields(self):
             left_out = field.default is None and getattr(self, field.name) is None
             # lr=1 is 1.0, here and in a file, so that both have one hash.
@@ -180,7 +180,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     choices: dict[str, tuple[str | None, ...]] = {
         "data": data.NAMES,
         "method": METHODS,
-        "policy": POLICIES,
+        "policy": tuple(POLICIES),
         "coupling": (None, *COUPLINGS),
         "estimator": (None, *ESTIMATORS, *RELAXATIONS),
         "sampling": (None, *SAMPLINGS),
@@ -190,13 +190,16 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, known in choices.items():
         if getattr(recipe, name) not in known:
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(filter(None, known))}"
-    ours = recipe.method == "slimstart" and recipe.policy == "equal_worth"
-    if ours and recipe.coupling == "filter":
-        yield "`coupling` is 'filter', but the policy equal_worth needs stream; take that, or leave it out"
-    if ours:
-        for name in OF_THE_PAPER:
-            if (value := getattr(recipe, name)) is not None:
-                yield f"`{name}` is {value!r}, but only the policy paper has it; take that, or leave it out"
+    if recipe.method == "slimstart" and recipe.policy in POLICIES:
+        if POLICIES[recipe.policy].learns_from == "gradients" and recipe.coupling not in (None, "stream"):
+            yield (
+                f"`coupling` is {recipe.coupling!r}, but the policy {recipe.policy} needs stream; take that, or leave "
+                "it out"
+            )
+        for name in OWN_SETTINGS:
+            if (value := getattr(recipe, name)) is not None and name not in _own_settings(recipe.policy):
+                owners = ", ".join(policy for policy in POLICIES if name in _own_settings(policy))
+                yield f"`{name}` is {value!r}, but only the policy {owners} has it; take that, or leave it out"
     for name in ("schedule", "finetune_schedule"):
         try:
             parse_schedule(getattr(recipe, name))
@@ -257,6 +260,14 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield str(error)
 
 
+def _own_settings(policy: str) -> dict[str, Any]:
+    """Of `OWN_SETTINGS`, those of a policy, with its defaults; none where there is no such policy."""
+    from slimstart.policies import POLICIES
+
+    found = POLICIES.get(policy)
+    return {name: getattr(found, name) for name in OWN_SETTINGS if hasattr(found, name)}
+
+
 def make_model(name: str, *, num_classes: int, in_channels: int, width: float = 1.0) -> nn.Module:
     """The dense network that a recipe's `model` names, freshly initialised."""
     from slimstart import models
@@ -269,12 +280,14 @@ def make_model(name: str, *, num_classes: int, in_channels: int, width: float = 
 def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with some fields changed.
 
-    The method dense drops a budget that it came with, and another policy what was chosen for the paper's.
+    The method dense drops a budget that it came with; another policy drops the settings that it does not have, and
+    with them `coupling` and `resample_every`.
     """
     if changes.get("method") == "dense" and "budget" not in changes:
         changes = {**changes, "budget": None}
-    if recipe.policy == "paper" != changes.get("policy", "paper"):
-        changes = {**dict.fromkeys(("coupling", "resample_every", *OF_THE_PAPER)), **changes}
+    lost = _own_settings(recipe.policy).keys() - _own_settings(changes.get("policy", recipe.policy)).keys()
+    if lost:
+        changes = {**dict.fromkeys(("coupling", "resample_every", *lost)), **changes}
     return dataclasses.replace(recipe, **changes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,12 +12,27 @@ from slimstart.accounting import counting
 from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers, formula_flops
 from slimstart.devices import device_of
 from slimstart.errors import CheckpointError
-from slimstart.policies import Flops
-from slimstart.policies.naming import steps_to_give
+from slimstart.policies import EqualWorth, Flops, Policy, equal_worth, get_policy
 from slimstart.recipes.method import Batch, Loss, sgd
 from slimstart.recipes.recipe import Recipe
 from slimstart.steps.wrapping import Wrap
 from slimstart.training import SparseTraining
+
+
+def policy_of(recipe: Recipe, steps_per_epoch: int) -> Policy:
+    """The policy that a recipe names, with the recipe's settings.
+
+    It searches for the epochs of the recipe, and `EqualWorth` for its own share of the training where that is less.
+    """
+    policy = get_policy(recipe.policy)
+    own = {field.name for field in fields(policy)}  # type: ignore[arg-type]
+    names = own & {"estimator", "sampling", "structure_lr", "resample_every", "align", "seed"}
+    given = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
+    search_steps = max(1, recipe.search_epochs * steps_per_epoch)
+    share = equal_worth.SEARCHED * recipe.total_epochs * steps_per_epoch
+    if not isinstance(policy, EqualWorth) or search_steps < share:
+        given["search_steps"] = search_steps
+    return replace(policy, **given)  # type: ignore[type-var]
 
 
 class Search:
@@ -32,6 +47,7 @@ class Search:
         engine: str = "auto",
         wrap: Wrap | None = None,
     ) -> None:
+        assert recipe.parsed_budget is not None
         self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
         self._search_epochs = recipe.search_epochs
         self.optimizer = sgd(recipe, model)
@@ -40,20 +56,12 @@ class Search:
             self.optimizer,
             example,
             recipe.parsed_budget,
+            total_steps=max(1, recipe.total_epochs * steps_per_epoch),
+            policy=policy_of(recipe, steps_per_epoch),
             coupling=recipe.coupling,
-            estimator=recipe.estimator,
-            sampling=recipe.sampling,
-            structure_lr=recipe.structure_lr,
-            resample_every=recipe.resample_every,
-            total_steps=steps_to_give(
-                recipe.policy, recipe.search_epochs * steps_per_epoch, recipe.total_epochs * steps_per_epoch
-            ),
-            align=recipe.align,
             engine=engine,
-            seed=recipe.seed,
             wrap=wrap,
             full_model_device=recipe.full_model_device,
-            policy=recipe.policy,
         )
         self.graph = self.sparse.graph
         self.ledger = Ledger()
@@ -90,7 +98,7 @@ class Search:
         if not self.searching:
             return None
         expected = float(self._nominal.expected(self.keep_probs))
-        return formula_flops(self.sparse.policy.num_masks * expected, expected)
+        return formula_flops(self.sparse.learner.num_masks * expected, expected)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         runs = self.sparse.executed

@@ -15,6 +15,7 @@ from typing import Any
 
 from slimstart import study_records
 from slimstart.errors import ConfigError
+from slimstart.policies import Paper, get_policy
 from slimstart.recipes import surroundings
 from slimstart.recipes.methods import Batch
 from slimstart.recipes.program import Program
@@ -125,7 +126,7 @@ def _study(program: Program, settings: VarianceSettings | FlipSettings, started:
 
 
 def _check(recipe: Recipe) -> None:
-    if recipe.policy != "paper":
+    if not isinstance(get_policy(recipe.policy), Paper):
         raise ConfigError(
             f"`policy` is {recipe.policy!r}, but a study is about masks that are drawn; give --policy paper, or a run "
             "that was trained with it"

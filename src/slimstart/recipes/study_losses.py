@@ -11,7 +11,7 @@ from torch import Tensor
 from slimstart.devices import cuda_devices
 from slimstart.errors import ConfigError, NonFiniteLossError
 from slimstart.narrow.masking import MaskedNetwork
-from slimstart.policies import BernoulliUnits
+from slimstart.policies import PaperSearch
 from slimstart.recipes.methods import Batch, Method, Search
 from slimstart.recipes.program import Program
 from slimstart.steps.capture import Graphed
@@ -24,20 +24,20 @@ def training_batches(program: Program, num_batches: int, seed: int = 0) -> Itera
     return itertools.islice(itertools.chain.from_iterable(epochs), num_batches)
 
 
-def search_in(method: Method) -> tuple[Search, BernoulliUnits]:
-    """The method as the search that it must be, and its policy, which has the keep-probabilities.
+def search_in(method: Method) -> tuple[Search, PaperSearch]:
+    """The method as the search that it must be, and its learner, which has the keep-probabilities.
 
     Raises:
         ConfigError: it is none, or its search is over.
     """
-    if not isinstance(method, Search) or not isinstance(method.sparse.policy, BernoulliUnits):
+    if not isinstance(method, Search) or not isinstance(method.sparse.learner, PaperSearch):
         raise ConfigError("`method` has no keep-probabilities to study; give --method slimstart, or the run of one")
     if method.sparse.settled:
         raise ConfigError(
             "the search is over at this checkpoint, and weights have been trained for one mask since; give a run that "
             "was stopped before, or one with --settle-at 1 and without fine-tuning"
         )
-    return method, method.sparse.policy
+    return method, method.sparse.learner
 
 
 class MaskedLosses:

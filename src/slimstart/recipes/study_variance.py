@@ -36,8 +36,8 @@ def variance_rows(method: Method, batches: Iterable[Batch], settings: VarianceSe
     Raises:
         ConfigError: there is no search, it is over, or every s is 0 or 1.
     """
-    search, policy = search_in(method)
-    s = policy.keep_probs
+    search, learner = search_in(method)
+    s = learner.keep_probs
     parts = _parts(search.graph, (s > 0) & (s < 1))
     losses, generator = MaskedLosses(search), torch.Generator().manual_seed(settings.seed)
     # For every estimator and batch, the mean of the estimates and of their squares.
@@ -48,7 +48,7 @@ def variance_rows(method: Method, batches: Iterable[Batch], settings: VarianceSe
         found = losses(masks, batch, seed=settings.seed + number)
         num_masks += len(masks)
         for name in settings.estimators:
-            gradients = _gradients(name, found, masks, s, policy.alpha)
+            gradients = _gradients(name, found, masks, s, learner.settings.alpha)
             moments[name].append((gradients.mean(0), gradients.square().mean(0)))
     rare = torch.minimum(s, 1 - s) * num_masks < RARE
     return tuple(_rows(parts, rare, {name: _statistics(parts, found) for name, found in moments.items()}))
