@@ -1,4 +1,4 @@
-"""slimstart trains neural networks narrow from step one.
+"""slimstart trains neural networks at a budget from step one.
 
 Start with `SparseTraining`; `trace`, `verify` and `compact` are what it stands on, for use on their own. Names are
 loaded when they are first asked for, so that the command line answers at once.
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from slimstart.graph import trace as trace
     from slimstart.narrow import compact as compact
     from slimstart.narrow import recalibrate as recalibrate
+    from slimstart.narrow import shrink_to as shrink_to
     from slimstart.narrow import verify as verify
     from slimstart.policies import Channels as Channels
     from slimstart.policies import EqualWorth as EqualWorth
@@ -47,7 +48,7 @@ _HOME = {
     "files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "trace"),
     "policies": ("Channels", "EqualWorth", "Flops", "Paper", "Params"),
-    "narrow": ("compact", "recalibrate", "verify"),
+    "narrow": ("compact", "recalibrate", "shrink_to", "verify"),
     "training": ("SparseTraining",),
 }  # fmt: skip
 _ROOM = {name: room for room, names in _HOME.items() for name in names}

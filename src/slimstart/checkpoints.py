@@ -123,8 +123,8 @@ def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
     found = copy.deepcopy(optimizer.state_dict())
     for index, parameter in enumerate(_parameters(optimizer)):
         name = networks.name_of(parameter)
-        for key, value in found["state"].get(index, {}).items() if name is not None else ():
-            if isinstance(value, Tensor) and value.dim() > 0:
+        for key, value in found["state"].get(index, {}).items():
+            if name is not None and isinstance(value, Tensor) and value.dim() > 0:
                 found["state"][index][key] = networks.store[Key(name, key)].clone()
     return found
 
@@ -224,8 +224,8 @@ def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: N
             for key, value in entries.items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
                     raise CheckpointError(
-                        f"the state dict's optimizer has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
-                        f"{tuple(shape)}"
+                        f"the state dict's optimizer has {key!r} of shape {tuple(value.shape)} for a parameter of "
+                        f"shape {tuple(shape)}"
                     )
     return [copy.deepcopy(dict(one)) for one in saved]
 

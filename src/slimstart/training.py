@@ -111,6 +111,7 @@ class SparseTraining(Stepping):
 
     Attributes:
         model: the user's module, without what wraps it.
+        optimizer: what the user gave.
         graph: which channels belong together; `graph.select(mask)` is the structure of a network.
         policy: the settings of what learns the structure.
         learner: its running state.
@@ -152,7 +153,7 @@ class SparseTraining(Stepping):
         if hooks_in(self.model):
             raise ValueError("`model` is in a SparseTraining already; call its `finish` first, or make a new model")
         self.policy, self._budget, self._total_steps = get_policy(policy), budget, total_steps
-        self._optimizers = unwrapped(optimizer)
+        self.optimizer, self._optimizers = optimizer, unwrapped(optimizer)
         if pretrained is False and any(one.state for one in self._optimizers):
             raise ValueError(
                 "`pretrained` is False, but the optimizer has state; make a new one, or leave `pretrained` out"
@@ -209,6 +210,7 @@ class SparseTraining(Stepping):
     def _assemble(self, engine: str, device: torch.device | None) -> None:
         """The networks, what draws their masks, and captured steps where there can be some."""
         place, padding, learner = device or device_of(self.model), self.learner.padding, self.learner
+        reason: str | None
         if self.policy.learns_from == "losses" and device is not None:
             chosen, reason = "eager", "dense weights are on the host, from where references are filled"
         elif len(self._optimizers) > 1:
@@ -300,8 +302,8 @@ class SparseTraining(Stepping):
         if self._gradients is None:
             if not self._updated and not self.settled:
                 raise RuntimeError(
-                    "the policy learns from losses: call `sparse.update(loss, reference_loss)` after every `optimizer.step()`, "
-                    "or let `sparse.step(loss_fn, *batch)` do everything"
+                    "the policy learns from losses: call `sparse.update(loss, reference_loss)` after every "
+                    "`optimizer.step()`, or let `sparse.step(loss_fn, *batch)` do everything"
                 )
         elif not self.settled:
             self._gradients.add(optimizer, self._networks)
@@ -327,7 +329,7 @@ class SparseTraining(Stepping):
         reference_loss: Tensor | float | Sequence[Tensor | float] | None = None,
         count: float = 1,
     ) -> None:
-        """For loops by hand under a policy that learns from losses: learn from those of a step, and draw when it is time.
+        """For loops by hand under a policy that learns from losses: learn from those of a step, and draw when due.
 
         Args:
             loss: of `model`, unscaled.
@@ -477,8 +479,8 @@ class SparseTraining(Stepping):
             )
         if self._missing:
             raise RuntimeError(
-                f"a state dict of another structure was loaded without that of {' and '.join(sorted(self._missing))}. To go on "
-                "training, load the state dict of SparseTraining, which has everything; `finish` works without"
+                f"a state dict of another structure was loaded without that of {' and '.join(sorted(self._missing))}. "
+                "To go on training, load the state dict of SparseTraining, which has everything; `finish` works without"
             )
         if not self._joined:
             self._join()
@@ -509,7 +511,7 @@ class SparseTraining(Stepping):
             yield from self._networks.references()
 
     def follow(self, copy: nn.Module) -> None:
-        """Let a copy of the model change its structure with it: an `AveragedModel`, an average of timm's, any deep copy.
+        """Let a copy of the model change its structure with it: an `AveragedModel`, timm's `ModelEmaV3`, a deep copy.
 
         Args:
             copy: made from the model as it is now, or a module that holds such a copy as `module`.
@@ -563,7 +565,7 @@ class SparseTraining(Stepping):
     # --- what is known -----------------------------------------------------------------------------------------------
 
     @property
-    def num_steps(self) -> int:  # type: ignore[override]
+    def num_steps(self) -> int:
         """Steps that have been taken."""
         return self._progress.num_steps
 

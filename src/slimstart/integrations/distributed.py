@@ -1,15 +1,16 @@
 """Many processes, each with its part of every batch, train as one: torch.distributed, started by torchrun.
 
     with joined() as ranks:
-        sparse = SparseTraining(model, optimizer, images[:1], budget, wrap=data_parallel)
-        for images, labels in loader:       # this rank's part of every batch
+        sparse = SparseTraining(model, optimizer, images[:1], budget)
+        parallel = data_parallel(model)     # or any DistributedDataParallel, before or after
+        for images, labels in loader:       # this process's part of every batch
             sparse.step(loss_fn, images, labels)
-        small = sparse.finish(loader, loss_fn)
+        model = sparse.finish(loader, loss_fn)
 
-All ranks draw the same masks and stay bit-identical. What they exchange per step is the gradient of the *narrow*
+All processes draw the same masks and stay bit-identical. What they exchange per step is the gradient of the *narrow*
 network (`sparse.gradient_bytes`, beside `sparse.dense_gradient_bytes`), the losses, and the running statistics of batch
-norm. `step`, `update`, `resample`, `settle`, `finish` and a `snapshot` with batches are for all ranks at once;
-`state_dict`, `save` and `sync` are not, so that one rank alone can write a checkpoint.
+norm. `step`, `update`, `resample`, `settle`, `finish` and a `snapshot` with batches are for all processes at once;
+`state_dict` and `save` are not, so that one process alone can write a checkpoint.
 """
 
 from __future__ import annotations

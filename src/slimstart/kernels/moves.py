@@ -68,11 +68,11 @@ def scatter_(dense: Tensor, narrow: Tensor, positions: Mapping[int, Tensor]) -> 
         dense.view(dense.shape[0] * dense.shape[1], -1).index_copy_(0, flat, narrow.reshape(flat.numel(), -1))
         return dense
     first, last = min(filled), max(filled)
-    index = tuple(  # a dimension between two that are cut is indexed too, so that the indexed ones are adjacent
+    mesh = tuple(  # a dimension between two that are cut is indexed too, so that the indexed ones are adjacent
         filled.get(dim, torch.arange(dense.shape[dim], device=dense.device)).view(-1, *[1] * (last - dim))
         for dim in range(first, last + 1)
     )
-    dense[(slice(None),) * first + index] = narrow
+    dense[(slice(None),) * first + mesh] = narrow
     return dense
 
 

@@ -115,7 +115,7 @@ class ModelState:
                 problems.append(f"{key} is {seen}, and must be {tuple(shape)}")
         if problems:
             raise CheckpointError(
-                f"the state dict does not fit the narrow model ({'; '.join(problems[:3])}); nothing was loaded. Dense weights are "
-                "loaded before the SparseTraining is made; a training is resumed with the state dict of SparseTraining; "
-                "slimstart.shrink_to makes a dense module fit a narrow state dict"
+                f"the state dict does not fit the narrow model ({'; '.join(problems[:3])}); nothing was loaded. Dense "
+                "weights are loaded before the SparseTraining is made; a training is resumed with the state dict of "
+                "SparseTraining; slimstart.shrink_to makes a dense module fit a narrow state dict"
             )

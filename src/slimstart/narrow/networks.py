@@ -98,8 +98,8 @@ class Network:
             for owner, key in self._owners[name]:
                 if owner._parameters.get(key) is not parameter:
                     raise RuntimeError(
-                        f"{name!r} of the model is another parameter than when the SparseTraining was made. Replace layers "
-                        "before that, or protect them with `keep`; `finish` comes before other changes"
+                        f"{name!r} of the model is another parameter than when the SparseTraining was made. Replace "
+                        "layers before that, or protect them with `keep`; `finish` comes before other changes"
                     )
 
     def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
@@ -195,6 +195,8 @@ class Networks:
     masks: Tensor
     proposed: Positions
     proposed_masks: Tensor
+    _positions: Positions
+    _reference_ports: Tensor
 
     def __init__(
         self,
@@ -517,8 +519,10 @@ class Networks:
         for handle in self._zeroing.values():
             change.call(handle.remove)
         change.call(self._clear_gradients)
-        for attribute, value in (("_layout", None), ("_planner", None), ("_selection", selection), ("_real", {})):
-            change.set(self, attribute, value)
+        change.set(self, "_layout", None)
+        change.set(self, "_planner", None)
+        change.set(self, "_selection", selection)
+        change.set(self, "_real", {})
         change.set(self, "version", self.version + 1)
         return change
 

@@ -47,8 +47,8 @@ def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
         closure = inspect.signature(seen.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
-                f"`optimizer` is {type(seen).__name__}, which cannot step without a closure that runs the model several "
-                "times; slimstart needs one step for each forward and backward. Use SGD, Adam, AdamW or the like"
+                f"`optimizer` is {type(seen).__name__}, which cannot step without a closure that runs the model "
+                "several times; slimstart needs one step for each forward and backward. Use SGD, Adam, AdamW, ..."
             )
         found.append(seen)
     return tuple(found)

@@ -45,7 +45,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     wanted: dict[str, Tensor] = {}
     problems = []
     persistent = model.state_dict(keep_vars=True)
-    if odd := sorted(persistent.keys() ^ {key for key in state_dict}):
+    if odd := sorted(persistent.keys() ^ set(state_dict)):
         problems.append(f"the model and the state dict differ in {', '.join(odd[:3])}")
     for name, tensor in tensors.items():
         aliases = [f"{path}.{key}" if path else key for path, key in places[name]]

@@ -32,7 +32,7 @@ from slimstart.recipes.bench_contenders import Memory, Plain, Work, every_way, s
 from slimstart.recipes.bench_settings import Settings
 from slimstart.recipes.bench_structure import decided, executed_flops, saved_policy, to_the_middle, typical_mask
 from slimstart.recipes.recipe import make_model, parse_budget
-from slimstart.steps.search import LOOK_EVERY
+from slimstart.steps.drawing import LOOK_EVERY
 from slimstart.training import SparseTraining
 
 SHORT_WINDOW = 20  # steps of ours in a turn, where every step draws

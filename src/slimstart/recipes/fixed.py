@@ -15,10 +15,9 @@ from slimstart.accounting import flops
 from slimstart.accounting.train_cost import Ledger, first_layers, formula_flops
 from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph
-from slimstart.recipes.method import Batch, Loss, sgd
+from slimstart.recipes.method import Batch, Loss, Wrap, sgd
 from slimstart.recipes.recipe import Recipe
 from slimstart.steps import PlainTraining
-from slimstart.steps.wrapping import Wrap
 
 
 class Stage:
@@ -26,7 +25,7 @@ class Stage:
 
     Args:
         wrapped: what runs in place of the network, if it is not run as it is.
-        wrap: as for `SparseTraining`.
+        wrap: called with the network, returns what runs in its place: `DistributedDataParallel`.
         also: as for `PlainTraining`.
     """
 
@@ -52,7 +51,7 @@ class Stage:
 
     def step(self, loss_fn: Callable[..., Tensor], images: Tensor, labels: Tensor, ledger: Ledger) -> Tensor:
         """One step, entered into the ledger."""
-        loss = self._training.step(loss_fn, images, labels)
+        loss: Tensor = self._training.step(loss_fn, images, labels)
         ledger.step(round(self._training.num_examples), self.flops, self._input_gradient)
         return loss
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from slimstart.recipes.evaluation import logits_of
 from slimstart.recipes.recipe import Recipe
 
 Batch = tuple[Tensor, Tensor]
+Wrap = Callable[[nn.Module], nn.Module]
+"""Called with a network, returns what runs in its place: `DistributedDataParallel`."""
 
 
 class Loss:

@@ -17,12 +17,11 @@ from slimstart.graph import trace
 from slimstart.narrow import compact
 from slimstart.policies.widths import ALIGN
 from slimstart.recipes.fixed import Fixed
-from slimstart.recipes.method import Batch, Loss, Method, sgd
+from slimstart.recipes.method import Batch, Loss, Method, Wrap, sgd
 from slimstart.recipes.pruned import Pruned
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.relaxed import Relaxed
 from slimstart.recipes.search import Search
-from slimstart.steps.wrapping import Wrap
 
 __all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "make_method", "sgd"]
 
@@ -39,7 +38,8 @@ def make_method(
 
     Args:
         example: one image, as a batch.
-        engine, wrap: as for `SparseTraining`.
+        engine: as for `SparseTraining`.
+        wrap: as for `Stage`.
 
     Raises:
         ConfigError: the method cannot do with `wrap`: it trains one network after the other, or gates beside one.

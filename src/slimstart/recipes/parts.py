@@ -25,13 +25,15 @@ def plain_step(net: nn.Module, optimizer: Optimizer, loss_fn: LossFunction, batc
 
 def search_step(sparse: SparseTraining, loss_fn: LossFunction, batch: Batch, watch: Stopwatch) -> None:
     """A step of Algorithm 1 by its verbs, all forwards in one part."""
-    loss = loss_fn(sparse.net, *batch)
+    loss = loss_fn(sparse.model, *batch)
     with torch.no_grad():
         references = [loss_fn(net, *batch) for net in sparse.references()]
     watch.lap("forward")
-    sparse.optimizer.zero_grad(set_to_none=True)
+    optimizer = sparse.optimizer
+    assert isinstance(optimizer, Optimizer)
+    optimizer.zero_grad(set_to_none=True)
     loss.backward()
     watch.lap("backward")
-    sparse.optimizer.step()
+    optimizer.step()
     sparse.update(loss, references)
     watch.lap("other")

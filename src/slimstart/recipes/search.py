@@ -13,9 +13,8 @@ from slimstart.accounting.train_cost import FirstLayers, Ledger, first_layers, f
 from slimstart.devices import device_of
 from slimstart.errors import CheckpointError
 from slimstart.policies import EqualWorth, Flops, Policy, equal_worth, get_policy
-from slimstart.recipes.method import Batch, Loss, sgd
+from slimstart.recipes.method import Batch, Loss, Wrap, sgd
 from slimstart.recipes.recipe import Recipe
-from slimstart.steps.wrapping import Wrap
 from slimstart.training import SparseTraining
 
 
@@ -51,6 +50,7 @@ class Search:
         self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
         self._search_epochs = recipe.search_epochs
         self.optimizer = sgd(recipe, model)
+        self._first: FirstLayers = first_layers(model, example.to(device_of(model)))  # of the dense model
         self.sparse = SparseTraining(
             model,
             self.optimizer,
@@ -60,13 +60,12 @@ class Search:
             policy=policy_of(recipe, steps_per_epoch),
             coupling=recipe.coupling,
             engine=engine,
-            wrap=wrap,
             full_model_device=recipe.full_model_device,
         )
+        self._wrapped = None if wrap is None else wrap(model)  # several processes: `step` finds it
         self.graph = self.sparse.graph
         self.ledger = Ledger()
         self._nominal = Flops(1.0).bind(self.graph.costs)
-        self._first: FirstLayers = first_layers(model, example.to(device_of(model)))
 
     @property
     def searching(self) -> bool:
@@ -103,7 +102,7 @@ class Search:
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         runs = self.sparse.executed
         input_gradient = self._first.input_gradient({**self._first.filters, **runs.num_filters})
-        loss = self.sparse.step(self.loss_fn, images, labels)
+        loss: Tensor = self.sparse.step(self.loss_fn, images, labels)
         self.ledger.step(round(self.sparse.num_examples), runs.flops, input_gradient, sum(runs.reference_flops))
         return loss
 
@@ -125,7 +124,7 @@ class Search:
 
     def _over_ranks(self, flops: int) -> int:
         """The sum of what each has executed."""
-        return sum(self.sparse.ranks.gather(flops))
+        return sum(self.sparse.process_group.gather(flops))
 
     def state_dict(self) -> dict[str, Any]:
         return {"sparse": self.sparse.state_dict(), "ledger": asdict(self.ledger)}

@@ -49,9 +49,8 @@ class MaskedLosses:
 
     def __init__(self, search: Search) -> None:
         sparse = search.sparse
-        sparse.sync()
         self._loss_fn = search.loss_fn
-        self._network = MaskedNetwork(sparse.model, sparse.graph)
+        self._network = MaskedNetwork(sparse.dense_copy(), sparse.graph)
         self._device = next(sparse.model.parameters()).device
         self._mask = torch.zeros(sparse.graph.num_units, dtype=torch.bool, device=self._device)
         self._batch: list[Tensor] = []

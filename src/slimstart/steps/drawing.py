@@ -162,7 +162,7 @@ class DeviceDrawing(Drawing):
         self._fits.copy_(self._networks.proposed.fits, non_blocking=True)
 
     @property
-    def pending(self) -> Tensor | None:  # type: ignore[override]
+    def pending(self) -> Tensor | None:
         self._drawn.synchronize()
         return self._networks.proposed_masks.to("cpu", copy=True) if self._waiting else None
 

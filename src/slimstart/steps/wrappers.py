@@ -1,4 +1,4 @@
-"""What users put around a model: `DistributedDataParallel`, `torch.compile`. It follows when parameters change their shape.
+"""What users put around a model, `DistributedDataParallel` and `torch.compile`: it follows when shapes change.
 
 A wrapper may be made before the `SparseTraining` or after it, so it is looked for when it matters: at the first step,
 and at every change of structure.
@@ -52,14 +52,14 @@ def check_model(model: nn.Module) -> None:
                 raise TypeError(f"{where} is a {cls.__name__}, which cannot be narrowed: {_REFUSED[cls.__name__]}")
         if parametrize.is_parametrized(module):
             raise TypeError(
-                f"{where} has parametrizations ({', '.join(module.parametrizations)}), whose tensors cannot be narrowed; "  # type: ignore[arg-type]
-                "call torch.nn.utils.parametrize.remove_parametrizations first"
+                f"{where} has parametrizations ({', '.join(module.parametrizations)}), whose tensors cannot "
+                "be narrowed; call torch.nn.utils.parametrize.remove_parametrizations first"
             )
     for name, parameter in model.named_parameters():
         if type(parameter.data) is not torch.Tensor or parameter.is_quantized:
             raise TypeError(
-                f"{name!r} of `model` is a {type(parameter.data).__name__} in {parameter.dtype}, which cannot be narrowed; "
-                "slimstart trains plain floating-point parameters"
+                f"{name!r} of `model` is a {type(parameter.data).__name__} in {parameter.dtype}, which cannot be "
+                "narrowed; slimstart trains plain floating-point parameters"
             )
 
 
