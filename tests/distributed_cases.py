@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slimstart import Flops, SparseTraining
+from slimstart import Flops, Paper, SparseTraining
 from slimstart.integrations import data_parallel, synchronise_batch_norm
 from slimstart.policies.estimators import leave_one_out, leave_one_out_of, vr_pge
 from slimstart.ranks import Ranks
@@ -26,6 +26,7 @@ from slimstart.recipes.runs import Run
 from slimstart.recipes.surroundings import Place
 from slimstart.steps import PlainTraining
 from slimstart.steps.together import Together
+from tests.settings import arguments
 
 EXAMPLE = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
 
@@ -80,7 +81,7 @@ def sparse_training(ranks: Ranks, norm: str, **settings: Any) -> dict[str, Any]:
             model.head.weight.data.zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrap = data_parallel if ranks.size > 1 else None
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, **{"policy": "paper", **settings})
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, **arguments(**settings))
     found: dict[str, Any] = {"losses": [], "masks": []}
     for batch in batches(ranks):
         found["masks"].append(sparse.mask)
@@ -110,7 +111,7 @@ def own_loop(ranks: Ranks) -> dict[str, Any]:
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrap = DistributedDataParallel if ranks.size > 1 else None
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, resample_every=2, policy="paper")
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, policy=Paper(resample_every=2))
     wrappers = []
     for images, labels in [batch for number, batch in enumerate(batches(ranks)) if number % 3 < 2]:
         net = sparse.net
@@ -151,7 +152,7 @@ def per_rank_batch_norm(ranks: Ranks) -> dict[str, Any]:
     model = network("batch")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparse = SparseTraining(
-        model, optimizer, EXAMPLE, Flops(1.0), wrap=data_parallel, sampling="bernoulli", policy="paper"
+        model, optimizer, EXAMPLE, Flops(1.0), wrap=data_parallel, policy=Paper(sampling="bernoulli")
     )
     images, labels = batches(ranks)[0]
     stem = model.stem(images).detach()
@@ -220,15 +221,13 @@ def spread_references(ranks: Ranks) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"wrap": data_parallel, "spread_references": True}
     estimator = leave_one_out_of(1 + 2 * ranks.size)
-    sparse = SparseTraining(
-        model, optimizer, EXAMPLE, Flops(0.4), estimator=estimator, **{"policy": "paper", **settings}
-    )
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=Paper(estimator), **settings)
     num_references = len(list(sparse.references()))
     losses = [sparse.step(cross_entropy, *batch) for batch in batches(ranks)]
     try:
         model = network("none")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), **{"policy": "paper", **settings})
+        SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy="paper", **settings)
         refused = ""
     except ValueError as error:
         refused = str(error)
@@ -267,7 +266,7 @@ def out_of_step(ranks: Ranks, what: str, **settings: Any) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seed = ranks.rank if what == "seed" else 0
     sparse = SparseTraining(
-        model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, seed=seed, **{"policy": "paper", **settings}
+        model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, policy=Paper(seed=seed), **settings
     )
     for number, batch in enumerate(batches(ranks, 3)):
         if number == 1 and ranks.rank == 1:

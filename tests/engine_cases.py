@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from slimstart import Flops, NonFiniteLossError, SparseTraining, models, trace
+from slimstart import Flops, NonFiniteLossError, Paper, SparseTraining, models, trace
 from slimstart.baselines.gates import Gates
 from slimstart.baselines.relaxations import RELAXATIONS, make_gates
 from slimstart.kernels.depthwise import Window
 from slimstart.narrow.gating import Gated
 from slimstart.steps import PlainTraining
+from tests.settings import arguments
 from tests.zoo import ZOO
 
 # The projection on the device ends within 1e-7 of the budget, and fused optimizers have learning rates in float32.
@@ -50,7 +51,7 @@ def small(device: str, optimizer: str = "sgd", dtype: torch.dtype = torch.float6
     model = models.build("resnet20", num_classes=10, width=0.5).to(device, dtype)
     example = torch.zeros(1, 3, 16, 16, device=device, dtype=dtype)
     settings = {"budget": Flops(0.4), "engine": "graphs", **settings}
-    return SparseTraining(model, OPTIMIZERS[optimizer](model.parameters()), example, **{"policy": "paper", **settings})
+    return SparseTraining(model, OPTIMIZERS[optimizer](model.parameters()), example, **arguments(**settings))
 
 
 def captures(sparse: SparseTraining) -> int:
@@ -76,10 +77,9 @@ def trained(device: str, name: str, coupling: str, engine: str, resample_every: 
         OPTIMIZERS["sgd"](model.parameters()),
         data[0][0][:1],
         Flops(0.4),
-        coupling,
-        resample_every=resample_every,
+        coupling=coupling,
+        policy=Paper(resample_every=resample_every),
         engine=engine,
-        policy="paper",
     )
     assert sparse.engine == engine
     losses = [sparse.step(loss_fn, *batch) for batch in data]
@@ -449,7 +449,7 @@ def test_depthwise_convolutions_have_kernels_that_do_for_all_widths(
         *(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
     ).to(device, memory_format=torch.channels_last)
-    settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "total_steps": 60, "engine": "graphs"}
+    settings = arguments(policy="equal_worth", resample_every=3, total_steps=60, engine="graphs")
     net = copy.deepcopy(model)
     sparse = SparseTraining(model, SGD(model.parameters(), 0.01), images, Flops(0.5), **settings)
     plain = PlainTraining(net, SGD(net.parameters(), 0.01), engine="graphs", fuse=fuse)

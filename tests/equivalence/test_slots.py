@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from slimstart import Flops, SparseTraining, flops, models, trace
+from slimstart import Flops, Paper, SparseTraining, flops, models, trace
 from slimstart.graph import ChannelGraph
 from slimstart.narrow import SlotNetworks
 from slimstart.narrow.seating import Seating
@@ -43,11 +43,8 @@ def trained(entry: Entry, coupling: str, align: int, optimizer: str, steps: int 
         OPTIMIZERS[optimizer](model.parameters()),
         inputs,
         budget,
-        coupling,
-        align=align,
-        resample_every=3,
-        seed=1,
-        policy="paper",
+        coupling=coupling,
+        policy=Paper(align=align, resample_every=3, seed=1),
     )
     losses = [float(sparse.step(loss_fn, inputs)) for _ in range(steps)]
     return losses, {**model.state_dict(), "s": sparse.keep_probs}
@@ -96,7 +93,7 @@ def test_passengers_stay_zero_while_a_network_is_held(activation: type[nn.Module
 
     model, inputs = Residual().double(), torch.randn(6, 5, dtype=torch.float64)
     optim = OPTIMIZERS[optimizer](model.parameters())
-    sparse = SparseTraining(model, optim, inputs, Flops(0.5), align=4, resample_every=100, policy="paper")
+    sparse = SparseTraining(model, optim, inputs, Flops(0.5), policy=Paper(align=4, resample_every=100))
     for _ in range(5):
         sparse.step(loss_fn, inputs)
     networks = sparse._networks
@@ -219,10 +216,8 @@ def test_shapes_survive_draws_and_cost_what_the_table_says() -> None:
                 SGD(model.parameters(), lr=0.1),
                 images,
                 Flops(0.3),
-                coupling,
-                align=align,
-                seed=3,
-                policy="paper",
+                coupling=coupling,
+                policy=Paper(align=align, seed=3),
             )
             shapes[align] = set()
             cost = Flops(1.0).bind(sparse.graph.costs).cost
@@ -266,7 +261,7 @@ def test_a_padded_training_resumes_exactly(differences: Any) -> None:
         model = models.build("resnet20", num_classes=10, width=0.5)
         optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
         return SparseTraining(
-            model, optimizer, torch.zeros(1, 3, 16, 16), Flops(0.3), align=4, resample_every=2, policy="paper"
+            model, optimizer, torch.zeros(1, 3, 16, 16), Flops(0.3), policy=Paper(align=4, resample_every=2)
         )
 
     images = torch.randn(4, 3, 16, 16)
@@ -291,7 +286,7 @@ def test_the_same_structure_is_settled_on(coupling: str) -> None:
         torch.manual_seed(1)
         model = models.build("resnet20", num_classes=10, width=0.5).double()
         optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        sparse = SparseTraining(model, optimizer, images[:1], Flops(0.4), coupling, align=align, policy="paper")
+        sparse = SparseTraining(model, optimizer, images[:1], Flops(0.4), coupling=coupling, policy=Paper(align=align))
         for _ in range(3):
             sparse.step(loss_fn, images)
         sparse.settle([(images,)], loss_fn)
@@ -305,7 +300,7 @@ def test_the_same_structure_is_settled_on(coupling: str) -> None:
 def test_references_are_in_the_modes_of_the_model() -> None:
     images = torch.randn(4, 3, 16, 16)
     model = models.build("resnet20", num_classes=10)
-    sparse = SparseTraining(model, SGD(model.parameters(), lr=0.1), images, Flops(0.4), align=4, policy="paper")
+    sparse = SparseTraining(model, SGD(model.parameters(), lr=0.1), images, Flops(0.4), policy=Paper(align=4))
     for training in (False, True):
         model.train(training)
         assert all(module.training is training for module in sparse.reference.modules())
@@ -317,7 +312,7 @@ def test_frozen_and_thawed_parameters_are_followed(align: int) -> None:
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     model = models.build("resnet20", num_classes=10, width=0.5).double()
     sparse = SparseTraining(
-        model, SGD(model.parameters(), lr=0.01), images, Flops(0.4), align=align, resample_every=3, policy="paper"
+        model, SGD(model.parameters(), lr=0.01), images, Flops(0.4), policy=Paper(align=align, resample_every=3)
     )
     weight = model.stage1[0].conv1.weight
     sparse.step(loss_fn, images)
@@ -346,9 +341,7 @@ def test_loading_a_model_in_mid_window_keeps_the_draw_that_waits() -> None:
             SGD(model.parameters(), lr=1e-3, momentum=0.9),
             images,
             Flops(0.4),
-            align=4,
-            resample_every=3,
-            policy="paper",
+            policy=Paper(align=4, resample_every=3),
         )
         losses = []
         for number in range(8):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimstart import Channels, CheckpointError, Flops, SparseTraining
+from tests.settings import arguments
 
 
 class Residual(nn.Module):
@@ -67,8 +68,7 @@ def training(
         OPTIMIZERS[optimizer](model),
         torch.zeros(2, 3, 6, 6),
         coupling=coupling,
-        seed=seed,
-        **{"policy": "paper", **options},
+        **arguments(seed=seed, **options),
     )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import slimstart
 from examples import distributed_training
-from slimstart import SparseTraining, records
+from slimstart import Paper, SparseTraining, records
 from slimstart.cli import main
 from slimstart.data import Share, load
 from slimstart.errors import ConfigError, DesynchronisedError, RankError
@@ -213,7 +213,7 @@ def test_a_wrapper_is_made_anew_only_for_other_parameters(differences: Callable[
         model = cases.network("batch")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         sparse = SparseTraining(
-            model, optimizer, cases.EXAMPLE, slimstart.Flops(0.4), resample_every=3, **{"policy": "paper", **settings}
+            model, optimizer, cases.EXAMPLE, slimstart.Flops(0.4), policy=Paper(resample_every=3), **settings
         )
         for batch in cases.batches(ALONE, 6):
             sparse.step(cases.cross_entropy, *batch)

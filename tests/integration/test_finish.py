@@ -113,7 +113,7 @@ def test_best_of_several_by_loss() -> None:
     """The loss of a candidate is that of its own network on all batches: the least one wins."""
     sparse, twin = trained("vgg_bn"), trained("vgg_bn")
     data = batches(3, seed=2)
-    candidates = twin.policy.candidates(6)
+    candidates = twin.learner.candidates(6)
     twin.sync()
     losses = []
     for mask in candidates:
@@ -173,7 +173,7 @@ def test_statistics_are_plain_averages_over_the_batches(name: str, plain: bool) 
 def test_without_recalibration_statistics_are_those_of_training() -> None:
     sparse = trained("vgg_bn")
     small = sparse.snapshot()
-    mask = sparse.policy.best_guess()
+    mask = sparse.learner.best_guess()
     selection = sparse.graph.select(mask)
     dense = sparse.model.state_dict()
     for name, buffer in small.named_buffers():

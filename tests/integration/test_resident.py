@@ -26,13 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import larger_than_the_card
 from slimstart import Channels, Flops, Params, SparseTraining, memory, models
-from slimstart.costs import CostTable
 from slimstart.narrow import ResidentNetworks, ResidentSlotNetworks, resident_slots
 from slimstart.narrow.page_locked import ALIGN, PAGE, PageLocked, pack_
 from slimstart.policies import EqualWorth, _ragged
 from slimstart.steps import DeviceSearch, graphs
 from slimstart.steps.captured import CapturedStep
 from tests.pretended_gpu import pretend
+from tests.settings import arguments
 
 Differences = Callable[[Any, Any], list[str]]
 SLOW = pytest.mark.slow
@@ -88,7 +88,7 @@ def start(home: str | None, optimizer: str = "sgd", device: str = "cpu", **optio
         OPTIMIZERS[optimizer](model.parameters()),
         batches(1, device=device)[0][0][:1],
         full_model_device=home,
-        **options,
+        **arguments(**options),
     )
 
 
@@ -210,17 +210,13 @@ def test_the_graph_engine_trains_a_resident_model_too(
     alike(plain, resident, data[:3])
 
 
-def restless(table: CostTable) -> EqualWorth:
-    """Nothing holds its widths together."""
-    return EqualWorth(table, Flops(0.4), pull=0)
-
-
 @pytest.mark.parametrize("engine", ["eager", "graphs"])
 def test_widths_that_change_with_every_draw(
     engine: str, monkeypatch: pytest.MonkeyPatch, differences: Differences
 ) -> None:
     pretend(monkeypatch)
-    data, pair = batches(11), both(engine=engine, policy=restless, budget=None, coupling="stream", resample_every=3)
+    # Nothing pulls its widths together.
+    data, pair = batches(11), both(engine=engine, policy=EqualWorth(pull=0), budget=Flops(0.4), resample_every=3)
     shapes = []
     for start in range(0, 11, 3):
         alike(*pair, data[start : start + 3])
@@ -538,7 +534,7 @@ def test_what_lies_on_the_device_is_known_beforehand(policy: str, monkeypatch: p
     model, example = benchmark.build(0.25, "cpu"), torch.randn(4, 3, 32, 32)
     known = benchmark.inventory(model, example, 0.05, policy)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    options = {"engine": "graphs", "resample_every": 3, "full_model_device": "cpu", "policy": policy}
+    options = arguments(engine="graphs", resample_every=3, full_model_device="cpu", policy=policy)
     sparse = SparseTraining(model, optimizer, example[:1], Flops(0.05), **options)
     for _ in range(2):  # eagerly, and captured
         sparse.step(loss_fn, example, torch.zeros(4, dtype=torch.int64))
@@ -722,7 +718,13 @@ def test_a_dense_model_never_comes_to_the_gpu(engine: str) -> None:
     began = torch.cuda.memory_allocated()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     sparse = SparseTraining(
-        model, optimizer, images[:1], Flops(0.05), engine=engine, resample_every=2, full_model_device="cpu"
+        model,
+        optimizer,
+        images[:1],
+        Flops(0.05),
+        engine=engine,
+        policy=EqualWorth(resample_every=2),
+        full_model_device="cpu",
     )
     train(sparse, [(images, labels)] * 8)
     sparse.load_state_dict(sparse.state_dict())

@@ -3,7 +3,8 @@
 import copy
 import math
 import pickle
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 import slimstart
 from slimstart import BudgetError, Channels, Flops, NonFiniteLossError, Params, SparseTraining
 from slimstart.costs import CostTable
-from slimstart.policies import Budget, Policy, leave_one_out_of
+from slimstart.policies import Budget, Learner, Paper, leave_one_out_of
 from tests.datasets import real_cifar10
+from tests.settings import arguments
 from tests.zoo import ZOO
 
 # --------------------------------------------------------------------------- a small task and small networks
@@ -89,7 +91,7 @@ def start(model: nn.Module | None = None, make_optimizer: Any = sgd, **options: 
         torch.manual_seed(0)
         model = Net()
     options = {"budget": Channels(0.5), **options}
-    return SparseTraining(model, make_optimizer(model), bars(1, 0)[0], **{"policy": "paper", **options})
+    return SparseTraining(model, make_optimizer(model), bars(1, 0)[0], **arguments(**options))
 
 
 def everything(sparse: SparseTraining) -> dict[str, Any]:
@@ -845,7 +847,7 @@ def test_settle_takes_the_best_of_its_masks() -> None:
 
     sparse, twin = start(), start()
     twin.sync()
-    candidates = twin.policy.candidates(10)
+    candidates = twin.learner.candidates(10)
     sparse.settle(batches(2), width, num_samples=10)
     assert sparse.net.features[0].weight.shape[0] == int(candidates[:, :8].sum(1).max())
     assert int(candidates[:, :8].sum(1).max()) > int(candidates[:, :8].sum(1).min())
@@ -905,13 +907,8 @@ def test_a_snapshot_after_settling_is_the_settled_network() -> None:
 
 def test_no_budget() -> None:
     model = Net()
-    with pytest.raises(ValueError, match="`budget`"):
-        SparseTraining(model, sgd(model), bars(1, 0)[0], policy="paper")
-
-
-def test_budget_and_policy_together() -> None:
-    with pytest.raises(ValueError, match="`policy`"):
-        start(policy=FixedWidths)
+    with pytest.raises(TypeError, match="`budget` is None; it must be a budget"):
+        SparseTraining(model, sgd(model), bars(1, 0)[0], None, policy="paper")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("option", "value"), [("align", 0), ("resample_every", 0)])
@@ -969,7 +966,7 @@ def test_kept_layers_stay_whole() -> None:
 class FixedWidths:
     """The first half of every group, always: no randomness, nothing learned."""
 
-    num_masks = 1
+    window, num_masks, padding, is_done = 1, 1, None, False
 
     def __init__(self, table: CostTable) -> None:
         groups = table.unit_group
@@ -1005,12 +1002,21 @@ class FixedWidths:
         self.losses = list(state["losses"])
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """Its settings: there are none."""
+
+    coupling = "filter"
+    learns_from: ClassVar[Literal["losses"]] = "losses"
+
+    def start(self, costs: CostTable, budget: Budget, total_steps: int | None) -> Learner:
+        return FixedWidths(costs)
+
+
 def test_a_policy_of_ones_own(differences: Any) -> None:
     """Fixed widths through SparseTraining are plain training of the narrow network."""
-    policy: Any = FixedWidths  # a class is a callable that takes the table
-    _: type[Policy] = FixedWidths
-    sparse = start(budget=None, policy=policy)
-    assert isinstance(sparse.policy, FixedWidths)
+    sparse = start(policy=Fixed())
+    assert isinstance(sparse.learner, FixedWidths)
     assert not sparse.needs_reference
     assert sparse.keep_probs.tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 6 + [0.0] * 6 + [1.0] * 8 + [0.0] * 8
     plain = slimstart.compact(sparse.model, sparse.graph.select(sparse.mask))
@@ -1023,15 +1029,16 @@ def test_a_policy_of_ones_own(differences: Any) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
         assert torch.equal(sparse.step(loss_fn, *batch), loss.detach())
-    assert sparse.policy.losses == losses
+    assert sparse.learner.losses == losses
     for (name, a), b in zip(sparse.net.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b), name
     small = sparse.finish(batches(2), loss_fn)
     assert [m.weight.shape[0] for m in small.modules() if isinstance(m, nn.Conv2d)] == [4, 6, 8]
 
-    other = start(budget=None, policy=policy)
+    other = start(policy=Fixed())
     other.load_state_dict(sparse.state_dict())
-    assert other.policy.losses == losses
+    assert isinstance(other.learner, FixedWidths)
+    assert other.learner.losses == losses
     assert differences(everything(sparse), everything(other)) == []
 
 
@@ -1054,7 +1061,7 @@ def test_networks_of_the_zoo_learn_a_batch_by_heart(name: str, coupling: str) ->
     images, labels = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     sparse = SparseTraining(
-        model, optimizer, images[:2], Flops(0.7), coupling=coupling, resample_every=2, seed=1, policy="paper"
+        model, optimizer, images[:2], Flops(0.7), coupling=coupling, policy=Paper(resample_every=2, seed=1)
     )
     losses = [float(sparse.step(loss_fn, images, labels)) for _ in range(30)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])

@@ -11,6 +11,7 @@ from torch import nn
 
 import slimstart
 from slimstart.narrow import recalibrate
+from tests.settings import arguments
 
 IMAGES, LABELS = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
 
@@ -30,7 +31,7 @@ def make_training(model=None, **settings):
     model = model or make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     settings = {"budget": slimstart.Flops(0.5), **settings}
-    return model, optimizer, slimstart.SparseTraining(model, optimizer, IMAGES[:2], **{"policy": "paper", **settings})
+    return model, optimizer, slimstart.SparseTraining(model, optimizer, IMAGES[:2], **arguments(**settings))
 
 
 def by_hand(sparse, net, optimizer):
