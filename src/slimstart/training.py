@@ -190,7 +190,7 @@ class SparseTraining(Stepping):
         self._missing: set[str] = set()  # what must be loaded before training goes on
         self._finished = False
         self._joined = False
-        self._updated = True  # whether the losses of the last step have been given
+        self._num_untold = 0  # steps whose losses have not been given to `update`
         self.process_group: Ranks = process_group([])
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
         self._assemble(engine, device)
@@ -300,12 +300,14 @@ class SparseTraining(Stepping):
         """An optimizer is about to step, and its gradients are there."""
         self._ready()
         if self._gradients is None:
-            if not self._updated and not self.settled:
+            if self._num_untold > 1 and not self.settled:  # one may be left by an interrupt
                 raise RuntimeError(
                     "the policy learns from losses: call `sparse.update(loss, reference_loss)` after every "
                     "`optimizer.step()`, or let `sparse.step(loss_fn, *batch)` do everything"
                 )
         elif not self.settled:
+            if self._iterations.begins:
+                self._gradients.take()  # what an interrupted iteration has left
             self._gradients.add(optimizer, self._networks)
             if self._iterations.others_have_stepped:
                 self._observe()
@@ -318,7 +320,7 @@ class SparseTraining(Stepping):
     def _end_iteration(self, may_change: bool) -> None:
         """All optimizers have stepped. A policy that learns from losses is told of them in `update`."""
         if self._gradients is None:
-            self._updated = False
+            self._num_untold += 1
         else:
             self._observe()
             self._end_window(may_change)
@@ -362,7 +364,7 @@ class SparseTraining(Stepping):
             if self._learns_from_losses:
                 self._drawing.learn(torch.stack([one.detach().double().cpu() for one in losses]))
             self._count(may_change=True)
-        self._updated = True
+        self._num_untold = 0
 
     def _end_window(self, may_change: bool = True) -> None:
         window_ends = not self.settled and self._progress.held_steps + 1 >= self.learner.window
@@ -788,7 +790,7 @@ class SparseTraining(Stepping):
         self._commit(change, Progress(saved.num_steps, saved.held_steps, saved.settled))
 
     def _loaded(self, saved: checkpoints.Saved) -> None:
-        self._missing, self._stashed, self._updated = set(), {}, True
+        self._missing, self._stashed, self._num_untold = set(), {}, 0
         self._drawing.end()
         self._drawing.pending = saved.pending
         for optimizer in self._optimizers:

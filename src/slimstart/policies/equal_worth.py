@@ -135,8 +135,8 @@ class EqualWorthSearch:
         self._neighbours = neighbours(self.budget, self._group, self._equal_shares.exp() / self._sizes)
         self.num_rounds, self._begun = 0, False
         self._frozen = torch.zeros(len(self._sizes), dtype=torch.bool)
-        self._sums = torch.zeros(costs.num_units, dtype=torch.float64)  # of squares, since the last draw
-        self._count = torch.zeros((), dtype=torch.float64)
+        # Sums of squares since the last draw, and behind them how many: one addition, which an interrupt cannot split.
+        self._observed = torch.zeros(costs.num_units + 1, dtype=torch.float64)
         self._seen = torch.zeros(SEEN, costs.num_units)  # the last gradients, as a ring buffer
         self._mask = self._wide(-torch.arange(costs.num_units).double())
 
@@ -162,16 +162,24 @@ class EqualWorthSearch:
         self._frozen = self._totals(units.double()) > 0
 
     def to(self, device: torch.device | str) -> None:
-        self._sums, self._count, self._seen = (t.to(device) for t in (self._sums, self._count, self._seen))
+        self._observed, self._seen = self._observed.to(device), self._seen.to(device)
+
+    @property
+    def _sums(self) -> Tensor:
+        return self._observed[:-1]
+
+    @property
+    def _count(self) -> Tensor:
+        return self._observed[-1]
 
     @torch.no_grad()
     def observe_(self, gradients: Tensor) -> None:
         gradients = gradients.detach().float()
         ok = torch.isfinite(gradients).all()  # a bad step is ignored
-        self._sums.add_(torch.where(ok, gradients.double().square(), 0))
         place = (self._count.long() % SEEN).view(1)
         self._seen.index_copy_(0, place, torch.where(ok, gradients, self._seen.index_select(0, place)[0])[None])
-        self._count.add_(ok)
+        more = torch.cat([gradients.double().square(), torch.ones_like(self._observed[-1:])])
+        self._observed.add_(torch.where(ok, more, 0))
 
     def draw(self) -> Tensor:
         if self._begun and not self.is_done:
@@ -186,8 +194,7 @@ class EqualWorthSearch:
                     "before it, with the optimizer that the SparseTraining was given"
                 )
             self.num_rounds += 1
-            self._sums.zero_()
-            self._count.zero_()
+            self._observed.zero_()
         self._begun = True
         return self._mask[None].clone()
 

@@ -48,6 +48,11 @@ class Iterations:
             handle.remove()
 
     @property
+    def begins(self) -> bool:
+        """Asked before a step: whether it is the first of its iteration."""
+        return not self._stepped
+
+    @property
     def others_have_stepped(self) -> bool:
         """Asked before a step: whether it is the last of its iteration."""
         return len(self._stepped) >= len(self._optimizers) - 1
