@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -192,6 +193,9 @@ class SparseTraining(Stepping):
         self._joined = False
         self._num_untold = 0  # steps whose losses have not been given to `update`
         self.process_group: Ranks = process_group([])
+        self._wrappers: list[weakref.ref[Any]] = []
+        for ddp in data_parallel_around(self.model):
+            check_data_parallel(ddp)
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
         self._assemble(engine, device)
         masks = self.learner.draw()
@@ -293,8 +297,15 @@ class SparseTraining(Stepping):
         """What a loss function is given: the model, in what the user has put around it."""
         if unwrapped_model(self._given) is self.model and self._given is not self.model:
             return self._given
-        around = [ddp for ddp in self._wrappers if unwrapped_model(ddp) is self.model]
-        return around[0] if around else self.model
+        if self.process_group.size == 1:
+            return self.model
+        for ddp in (reference() for reference in self._wrappers):
+            if ddp is not None and unwrapped_model(ddp) is self.model:
+                return ddp
+        raise RuntimeError(
+            "`step` finds no DistributedDataParallel around the model itself, so gradients would not be averaged; make "
+            "one and keep it, or write the loop by hand"
+        )
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step, and its gradients are there."""
@@ -410,6 +421,8 @@ class SparseTraining(Stepping):
     def _change(self, draw: Draw, progress: Progress) -> None:
         """Become the networks of a draw."""
         keep_probs = None if progress.settled else self.learner.keep_probs
+        if self._gradients is not None:  # otherwise this has been done with the losses
+            self._average_statistics(self.model, training=True)
         change = self._agreed(lambda: self._networks.prepare(draw.masks, keep_probs, draw.look))
         if not self._networks.version:
             ports = Change()
@@ -434,9 +447,12 @@ class SparseTraining(Stepping):
         return change
 
     def _commit(self, change: Change, progress: Progress) -> None:
-        if change.reshapes and self._networks.version:
-            for ddp in data_parallel_around(self.model):
+        if change.reshapes:
+            wrappers = self._find_wrappers()
+            for ddp in wrappers:
                 change.call(rebuild, ddp)
+            if wrappers and self.process_group.reference is None:
+                change.set(self, "_joined", False)  # one was made after the first step
             change.call(allow_recompilation)
         change.set(self, "_progress", progress)
         self._redo = change
@@ -532,22 +548,24 @@ class SparseTraining(Stepping):
                 "`sparse.follow(copy)` once for each that should change with the model"
             )
 
-    @property
-    def _wrappers(self) -> list[Any]:
-        return data_parallel_around(self.model) if self.process_group.size > 1 else []
+    def _find_wrappers(self) -> list[Any]:
+        """Every `DistributedDataParallel` around the model; to look for them takes some milliseconds."""
+        found = data_parallel_around(self.model)
+        self._wrappers = [weakref.ref(ddp) for ddp in found]
+        return found
 
     def _join(self) -> None:
         """Find the processes that train together, and let all begin with the weights of the first."""
-        wrappers = data_parallel_around(self.model)
+        wrappers = self._find_wrappers()
         for ddp in wrappers:
             check_data_parallel(ddp)
         self.process_group = process_group(wrappers)
         if self.process_group.size > 1:
             if self._steps is not None:
                 self._steps, self._eager = None, "several processes train together"
+            self.process_group.check_equal(self._structure, "at the start")  # before tensors, which have its shapes
             stored = list(self._networks.store.tensors.values())
             self.process_group.broadcast_([*stored, *self.model.parameters(), *self.model.buffers()])
-            self._check_processes("at the start")
         self._joined = True
 
     def _average(self, losses: Sequence[Tensor], count: float) -> Any:
@@ -557,12 +575,20 @@ class SparseTraining(Stepping):
 
     def _check_processes(self, when: str) -> None:
         """See whether all processes hold the same."""
-        structure = {"keep-probabilities": self.keep_probs, "masks": self._networks.masks}
-        self.process_group.check_equal(structure | tensor_names(self.model), when)
+        self.process_group.check_equal(self._structure | tensor_names(self.model), when)
 
-    def _average_statistics(self, net: nn.Module) -> None:
-        """Those that each process has measured on its own batches."""
-        self.process_group.average([torch.zeros(())], 1, running_statistics(net, training=False))
+    @property
+    def _structure(self) -> dict[str, Tensor]:
+        return {
+            "keep-probabilities": self.keep_probs,
+            "masks": self._networks.masks,
+            "numbers of steps": torch.tensor(self._progress[:2]),
+        }
+
+    def _average_statistics(self, net: nn.Module, training: bool = False) -> None:
+        """Those that each process has measured on its own batches; `training`: only those that a forward changes."""
+        if self.process_group.size > 1:
+            self.process_group.average([torch.zeros(())], 1, running_statistics(net, training))
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
@@ -704,6 +730,7 @@ class SparseTraining(Stepping):
                 mask = self._final_mask(seen, loss_fn, num_samples)
                 self._change(Draw(mask[None], True), Progress(self.num_steps, 0, True))
         flops = self.graph.flops_within(self._networks.exact_selection.happens[:-1])
+        self._average_statistics(self.model)
         change = self._agreed(partial(self._networks.finish, plain))
         change.reshapes = True
         change.call(self._iterations.remove)

@@ -44,7 +44,7 @@ def make():
     return Net()
 
 
-GRAPH = slimstart.trace(make(), IMAGE)
+GRAPH = slimstart.trace(make(), IMAGE, "filter")
 SLICES = [(name, number) for name, slices in GRAPH.tensors.items() for number in range(len(slices))]
 
 
@@ -97,7 +97,7 @@ def test_wrong_dimension(name):
 def test_wrong_dimension_of_a_square_weight():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 1), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2))
-    graph = slimstart.trace(model, IMAGE)
+    graph = slimstart.trace(model, IMAGE, "filter")
     out, into = graph.tensors["2.weight"]
     swapped = (replace(out, dim=into.dim), replace(into, dim=out.dim))
     with pytest.raises(slimstart.TraceError, match="the narrow network"):
@@ -131,7 +131,7 @@ def test_wrong_user_attribute():
     entry = ZOO["decoder_expand"]
     torch.manual_seed(0)
     model, tokens = entry.factory(), entry.example_inputs()
-    graph = slimstart.trace(model, tokens)
+    graph = slimstart.trace(model, tokens, "filter")
     counter = graph.attributes["blocks.0.attention", "n_kv_heads"]
     wrong = {**graph.attributes, ("blocks.0.attention", "n_kv_heads"): replace(counter, dense=counter.dense + 1)}
     with pytest.raises(slimstart.TraceError, match="the narrow network fails"):
@@ -153,13 +153,13 @@ def test_product_that_is_not_tied(name, monkeypatch):
     monkeypatch.setattr(Ledger, "multiplied", lambda self, first, second: max(first, second))
     torch.manual_seed(0)
     with pytest.raises(slimstart.TraceError, match="the narrow network"):
-        slimstart.verify(ZOO[name].factory(), ZOO[name].example_inputs())
+        slimstart.verify(ZOO[name].factory(), ZOO[name].example_inputs(), "filter")
 
 
 def test_addition_that_is_not_carried_together(monkeypatch):
     monkeypatch.setattr(Ledger, "_added", lambda self, first, second: max(first, second))
     with pytest.raises(slimstart.TraceError, match="the narrow network fails"):
-        slimstart.verify(make(), IMAGE)
+        slimstart.verify(make(), IMAGE, "filter")
 
 
 def free_group_norm(tracer, call):
@@ -189,10 +189,10 @@ def test_layer_norm_taken_for_a_layer_within_channels(monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 2))
     inputs = torch.randn(4, 3)
-    assert slimstart.verify(model, inputs).graph.num_units == 0
+    assert slimstart.verify(model, inputs, "filter").graph.num_units == 0
     monkeypatch.setitem(RULES, "layer_norm", RULES["pointwise"])
     with pytest.raises(slimstart.TraceError, match="the narrow network"):
-        slimstart.verify(model, inputs)
+        slimstart.verify(model, inputs, "filter")
 
 
 class SigmoidBranch(nn.Module):
@@ -217,7 +217,7 @@ def test_what_only_the_reference_sees(monkeypatch):
     def error():
         torch.manual_seed(0)
         model, image = shake(SigmoidBranch()).double().eval(), IMAGE.double()
-        graph = slimstart.trace(model, image)
+        graph = slimstart.trace(model, image, "filter")
         assert prove(model, graph, image, num_masks=3).max_error < 1e-10
         mask = torch.ones(graph.num_units, dtype=torch.bool)
         mask[graph.filters["conv"][1]] = False
@@ -277,13 +277,13 @@ def reversed_rows(monkeypatch, module):
 @pytest.mark.parametrize(("module", "layer"), [("bn", "stem"), ("bn1", "conv1"), ("bn2", "conv2")])
 def test_exactly_the_broken_group_is_left_whole(module, layer, monkeypatch, caplog):
     model = make()
-    right = trace_verified(model, IMAGE)
+    right = trace_verified(model, IMAGE, "filter")
     assert [group.layers for group in right.groups] == [("stem",), ("conv1",), ("conv2",), ("point",)]
     reversed_rows(monkeypatch, module)
     with pytest.raises(slimstart.TraceError, match="is not the masked dense one"):
-        slimstart.verify(model, IMAGE)
+        slimstart.verify(model, IMAGE, "filter")
     with caplog.at_level(logging.WARNING, logger="slimstart"):
-        graph = trace_verified(model, IMAGE)
+        graph = trace_verified(model, IMAGE, "filter")
     assert [group.name for group in graph.groups] == [n for n in ("stem", "conv1", "conv2", "point") if n != layer]
     assert graph.left_whole.keys() == {layer, "fc"}
     assert graph.left_whole[layer].startswith("its slices could not be proven right: the narrow network")
@@ -304,7 +304,7 @@ def test_everything_broken_is_left_whole(monkeypatch):
     for name in ("conv2d", "convolution"):
         monkeypatch.setitem(RULES, name, wrong)
     model = make()
-    graph = trace_verified(model, IMAGE)
+    graph = trace_verified(model, IMAGE, "filter")
     assert graph.num_units == 0
     assert {"stem", "conv1", "conv2", "point"} <= graph.left_whole.keys()
     assert graph.groups == ()
@@ -325,4 +325,4 @@ def test_a_reader_that_forgets_earlier_writers(monkeypatch):
 
     monkeypatch.setattr(Ledger, "_added", forgetful)
     with pytest.raises(slimstart.TraceError, match="leaves unread"):
-        slimstart.verify(ZOO["resnet_basic"].factory(), ZOO["resnet_basic"].example_inputs(), num_masks=5)
+        slimstart.verify(ZOO["resnet_basic"].factory(), ZOO["resnet_basic"].example_inputs(), "filter", num_masks=5)

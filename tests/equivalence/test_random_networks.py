@@ -63,6 +63,6 @@ def test_two_hundred_networks(first, coupling):
 
 def test_random_networks_have_much_to_drop():
     """Else the tests above would say little."""
-    graphs = [slimstart.trace(build(seed), example_input(seed)) for seed in range(40)]
+    graphs = [slimstart.trace(build(seed), example_input(seed), "filter") for seed in range(40)]
     assert sum(graph.coverage for graph in graphs) / len(graphs) > 0.8
     assert sum(bool(graph.writes) for graph in graphs) >= 5  # streams with several masks

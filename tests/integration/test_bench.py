@@ -23,6 +23,7 @@ from slimstart.cli.display import console
 from slimstart.errors import CheckpointError, ConfigError, RecordError
 from slimstart.graph import trace
 from slimstart.models import build
+from slimstart.narrow import Change, Networks
 from slimstart.policies import Flops, Paper
 from slimstart.recipes import bench, bench_contenders, bench_structure
 from slimstart.recipes.bench import Benchmark, run
@@ -150,8 +151,13 @@ def test_a_row_is_the_arithmetic_of_its_times(
     taken: list[Any], every: int, window: int, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[int] = []
-    original = SparseTraining.resample
-    monkeypatch.setattr(SparseTraining, "resample", lambda self: (drawn.append(len(taken)), original(self))[1])
+    original = Networks.prepare
+
+    def counted(self: Networks, *args: Any, **options: Any) -> Change:
+        drawn.append(len(taken))
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(Networks, "prepare", counted)
     (found,) = Benchmark(tiny(structures=("start",), resample_every=(every,), model=RESIDUAL), CPU).rows()
     assert (found.dense_ms, found.dense_engine, found.dense_spread_ms) == (6, "eager, channels-last", (5.2, 6.8))
     assert (found.narrow_ms, found.narrow_engine) == (1.5, "eager")

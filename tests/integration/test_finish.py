@@ -42,17 +42,18 @@ def trained(name: str, num_steps: int = 4) -> SparseTraining:
     return sparse
 
 
-@cache
-def _settled(name: str) -> SparseTraining:
+def settled(name: str) -> SparseTraining:
+    """A training at the end of its search; for one name always in the same state."""
     sparse = trained(name)
     sparse.settle(batches(2), loss_fn, num_samples=3)
     sparse.step(loss_fn, *batches(1)[0])
     return sparse
 
 
+@cache
 def finished(name: str, plain: bool = False) -> nn.Module:
-    """A finished network in evaluation mode; for one name it is always the same one."""
-    return _settled(name).finish(batches(3), loss_fn, plain=plain).eval()
+    """A finished network in evaluation mode, which tests must not change."""
+    return settled(name).finish(batches(3), loss_fn, plain=plain).eval()
 
 
 IMAGES = batches(1, seed=5)[0][0]
@@ -86,43 +87,73 @@ def test_a_plain_module_of_the_users_own_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_hooks_are_left(name: str) -> None:
-    for module in (finished(name), finished(name, plain=True), trained(name, 1).snapshot()):
+    sparse = trained(name, 1)
+    for module in (finished(name), finished(name, plain=True), sparse.snapshot(), sparse.dense_copy()):
+        assert all(p._backward_hooks is None and not p._post_accumulate_grad_hooks for p in module.parameters())
         for part in module.modules():
             for attribute, value in vars(part).items():
                 if attribute.endswith("hooks"):
                     assert not value, attribute
 
 
-def test_the_finished_network_is_its_own() -> None:
-    """Nothing is shared with the training: it can go on, and the finished network stays what it is."""
+@pytest.mark.parametrize("name", ["vgg_bn", "resnet_basic"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_training_goes_on_without_us(name: str, plain: bool, differences: Any) -> None:
+    """The same object with the same optimizer, whose state fits: as a copy of both that has never known a training."""
+    sparse = settled(name)
+    model, optimizer, parameters = sparse.model, sparse.optimizer, list(sparse.model.parameters())
+    assert sparse.finish(plain=plain) is model
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+    twin = copy.deepcopy(model)
+    other = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(s["momentum_buffer"].shape == p.shape for p, s in other.state.items())
+    steps = sparse.num_steps
+    for batch in batches(3):
+        for net, its in ((model, optimizer), (twin, other)):
+            loss = loss_fn(net, *batch)
+            its.zero_grad()
+            loss.backward()
+            its.step()
+    assert differences(dict(model.state_dict()), dict(twin.state_dict())) == []
+    assert differences(optimizer.state_dict()["state"], other.state_dict()["state"]) == []
+    assert sparse.num_steps == steps
+    assert sparse.finish() is model, "once more changes nothing"
+    assert differences(dict(model.state_dict()), dict(twin.state_dict())) == []
+    with pytest.raises(RuntimeError, match="this training is finished"):
+        sparse.step(loss_fn, *batches(1)[0])
+
+
+def test_a_snapshot_is_its_own() -> None:
+    """Nothing is shared with the training: it can go on, and the snapshot stays what it is."""
     sparse = trained("vgg_bn")
-    small = sparse.finish(batches(2), loss_fn, num_samples=2).eval()
+    small = sparse.snapshot(batches(2), loss_fn).eval()
     before, state = outputs(small), copy.deepcopy(small.state_dict())
     for batch in batches(2):
         sparse.step(loss_fn, *batch)
     assert torch.equal(outputs(small), before)
     assert all(torch.equal(state[name], tensor) for name, tensor in small.state_dict().items())
-    dense = copy.deepcopy(sparse.model.state_dict())
+    whole = sparse.state_dict()["model"]
     loss_fn(small.train(), *batches(1)[0]).backward()
     torch.optim.SGD(small.parameters(), lr=1.0).step()
     small.load_state_dict(state)
-    assert all(torch.equal(dense[name], tensor) for name, tensor in sparse.model.state_dict().items())
+    assert all(torch.equal(whole[name], tensor) for name, tensor in sparse.state_dict()["model"].items())
 
 
 def test_best_of_several_by_loss() -> None:
     """The loss of a candidate is that of its own network on all batches: the least one wins."""
     sparse, twin = trained("vgg_bn"), trained("vgg_bn")
     data = batches(3, seed=2)
-    candidates = twin.learner.candidates(6)
-    twin.sync()
+    candidates, dense = twin.learner.candidates(6), twin.dense_copy()
     losses = []
     for mask in candidates:
-        net = slimstart.compact(twin.model, twin.graph.select(mask)).train()
+        net = slimstart.compact(dense, twin.graph.select(mask)).train()
         with torch.no_grad():
             losses.append(sum(float(loss_fn(net, *batch)) for batch in data))
     best, worst = min(losses), max(losses)
     assert best < worst
-    expected = slimstart.compact(twin.model, twin.graph.select(candidates[losses.index(best)]))
+    expected = slimstart.compact(dense, twin.graph.select(candidates[losses.index(best)]))
     small = sparse.finish(iter(data), loss_fn, num_samples=6)
     for (name, a), b in zip(small.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -143,10 +174,9 @@ def test_only_so_many_batches_are_looked_at() -> None:
 @pytest.mark.parametrize("name", ["vgg_bn", "resnet_basic"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_statistics_are_plain_averages_over_the_batches(name: str, plain: bool) -> None:
-    sparse = _settled(name)
     data = batches(4, seed=3)
-    small = sparse.finish(data, loss_fn, plain=plain)
-    assert small.training == sparse.model.training
+    small = settled(name).finish(data, loss_fn, plain=plain)
+    assert small.training
     seen: dict[str, list[Tensor]] = {}
 
     def see(layer_name: str, layer: nn.Module, x: Tensor) -> None:
@@ -175,7 +205,7 @@ def test_without_recalibration_statistics_are_those_of_training() -> None:
     small = sparse.snapshot()
     mask = sparse.learner.best_guess()
     selection = sparse.graph.select(mask)
-    dense = sparse.model.state_dict()
+    dense = sparse.state_dict()["model"]
     for name, buffer in small.named_buffers():
         assert torch.equal(buffer, selection.gather(name, dense[name])), name
 
@@ -222,7 +252,7 @@ def test_plain_computes_the_same_with_the_users_own_layers(name: str) -> None:
 
 
 def test_a_finished_network_trains_on() -> None:
-    net = finished("resnet_basic").train()
+    net = copy.deepcopy(finished("resnet_basic")).train()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     losses = []
     for _ in range(10):
@@ -530,7 +560,9 @@ def test_the_cost_table_agrees_with_the_count() -> None:
     """What the budget calls FLOPs is what the finished network is counted to do."""
     model = ZOO["resnet_basic"].factory()
     example = torch.zeros(1, 3, 16, 16)
+    dense = copy.deepcopy(model)
     sparse = SparseTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), example, Channels(0.5), policy="paper")
+    assert slimstart.flops(model, example) == Flops(1.0).bind(sparse.graph.costs).cost(sparse.mask)
     for mask in torch.rand(3, sparse.graph.num_units) < 0.5:
-        narrow = slimstart.compact(model, sparse.graph.select(mask))
+        narrow = slimstart.compact(dense, sparse.graph.select(mask))
         assert slimstart.flops(narrow, example) == Flops(1.0).bind(sparse.graph.costs).cost(mask)

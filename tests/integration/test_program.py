@@ -13,7 +13,6 @@ import torch
 
 from slimstart import checkpoints, files, flops, records
 from slimstart.errors import BudgetError, CheckpointError, ConfigError, NonFiniteLossError
-from slimstart.narrow import ResidentNetworks
 from slimstart.recipes.evaluation import evaluate
 from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import Recipe, make_model, merged
@@ -100,7 +99,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_is_not(
     assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / "parts")) == []
 
 
-def test_a_dense_network_at_home_changes_nothing(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+def test_a_full_model_on_the_cpu_changes_nothing(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     """Stopped and resumed, it ends as a run does that keeps everything in one place and was never stopped."""
     recipe = merged(TINY, {"full_model_device": "cpu", "resample_every": 2, "epochs": 2, "finetune_epochs": 0})
     recipe = merged(recipe, {"settle_at": 0.5, "eval_every": 2, "batch_size": 300, "validation": 5000})
@@ -110,7 +109,6 @@ def test_a_dense_network_at_home_changes_nothing(tmp_path: Path, differences: Ca
             started(tmp_path / "apart", recipe, watcher=Killer(steps)).train()
     program = started(tmp_path / "apart", recipe, place=dataclasses.replace(QUICK, timing_rounds=1))
     assert isinstance(program.method, Search)
-    assert isinstance(program.method.sparse._networks, ResidentNetworks)
     record = program.train()
     assert record.config["full_model_device"] == "cpu"
     assert record.dense_step_ms is None  # of a network that may not fit
@@ -121,7 +119,7 @@ def test_a_dense_network_at_home_changes_nothing(tmp_path: Path, differences: Ca
     assert differences(together, apart | {name: together[name] for name in others}) == []
 
 
-def test_a_network_at_home_has_the_format_of_the_device() -> None:
+def test_a_full_model_on_the_cpu_has_the_format_of_the_device() -> None:
     home, gpu = torch.device("cpu"), torch.device("cuda")
     network = suited(make_model("small", num_classes=10, in_channels=3), home, gpu)
     assert {tensor.device for tensor in network.state_dict().values()} == {home}
@@ -134,7 +132,7 @@ def test_a_network_at_home_has_the_format_of_the_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_dense_network_at_home_never_comes_to_the_gpu(tmp_path: Path) -> None:
+def test_a_full_model_on_the_cpu_never_comes_to_the_gpu(tmp_path: Path) -> None:
     recipe = Recipe(
         model="small", width=32.0, budget="flops=0.02", epochs=1, batch_size=20, num_masks=2, resample_every=20
     )
@@ -313,7 +311,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
         def stop_requested(self) -> bool:  # type: ignore[override]
             self.steps -= 1
             if self.steps == 0:
-                next(self.program.method.sparse.net.parameters()).data.fill_(float("nan"))  # type: ignore[attr-defined]
+                next(self.program.method.sparse.model.parameters()).data.fill_(float("nan"))  # type: ignore[attr-defined]
             return False
 
     watcher = Poisoner(4)

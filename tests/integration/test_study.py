@@ -73,10 +73,10 @@ def losses_of_all_masks(search: Search, batch: Batch) -> tuple[Tensor, Tensor, T
     """Masks that can be drawn, their probabilities, and their losses, each by a narrow network of its own."""
     masks = torch.stack([mask for mask in all_masks(6) if mask_probability(mask, S) > 0])
     assert len(masks) == 16
-    search.sparse.sync()
+    dense = search.sparse.dense_copy()
     losses = []
     for mask in masks:
-        network = compact(search.sparse.model, search.graph.select(mask)).train()
+        network = compact(dense, search.graph.select(mask)).train()
         losses.append(Loss(TINY)(network, *batch).item())
     probabilities = torch.stack([mask_probability(mask, S) for mask in masks])
     return masks, probabilities, torch.tensor(losses, dtype=torch.float64)

@@ -21,7 +21,7 @@ from slimstart.kernels import Move, Moves, backend, channels, take_channels, use
 from slimstart.kernels.moves import BLOCK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-EMPTY = -1
+PADDING = -1
 
 
 @pytest.fixture
@@ -40,11 +40,11 @@ def _small_tiles(monkeypatch):
 
 
 class Kind(NamedTuple):
-    """A dense tensor, `view` of one of the given shape, and the room of its narrow one; None is a whole dimension."""
+    """A dense tensor, `view` of one of the given shape, and the capacity of its narrow one; None is a whole dimension."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    room: tuple[int | None, ...]
+    capacity: tuple[int | None, ...]
     order: tuple[int, ...] | None = None  # of the dense dimensions in memory, the outermost first
     narrow_order: tuple[int, ...] | None = None
     view: Callable[[torch.Tensor], torch.Tensor] = lambda dense: dense
@@ -55,7 +55,7 @@ KINDS = [
     Kind(torch.float32, (6, 5, 3, 3), (4, 3, None, None)),
     Kind(torch.bfloat16, (6, 5, 3, 3), (4, 3, None, None), CHANNELS_LAST, CHANNELS_LAST),
     Kind(torch.float64, (6, 5, 3, 3), (4, 3, None, None), None, CHANNELS_LAST),
-    Kind(torch.float32, (40, 2, 30), (31, None, 37)),  # several blocks, with more room than channels
+    Kind(torch.float32, (40, 2, 30), (31, None, 37)),  # several blocks, with more capacity than channels
     Kind(torch.int64, (9, 4), (3, None), view=lambda dense: dense.T[:, 2:7]),
     Kind(torch.bool, (11, 8), (4, 6), view=lambda dense: dense[1::2, 2:7]),
     Kind(torch.float32, (2, 3, 2, 3, 2), (2, None, 2, None, 1)),
@@ -98,43 +98,43 @@ def laid_out(shape, order, dtype, generator, device):
 
 
 def example(seed, device="cpu"):
-    """Moves of all kinds, and places that fill a part of their room. The seed changes the values, and nothing else."""
+    """Moves of all kinds, and positions that use a part of their capacity. The seed changes values, and nothing else."""
     generator = torch.Generator().manual_seed(seed)
-    moves, places = [], []
+    moves, row = [], []
     for kind in KINDS:
         dense = kind.view(laid_out(kind.shape, kind.order, kind.dtype, generator, device))
         starts = {}
-        for dim, room in enumerate(kind.room):
-            if room is not None:
-                starts[dim] = len(places)
-                filled = int(torch.randint(min(dense.shape[dim], room) + 1, (), generator=generator))
-                slots = torch.full((room,), EMPTY)
-                seats = torch.randperm(room, generator=generator)[:filled]
-                slots[seats] = torch.randperm(dense.shape[dim], generator=generator)[:filled]
-                places += slots.tolist()
-        shape = [whole if room is None else room for whole, room in zip(dense.shape, kind.room, strict=True)]
+        for dim, capacity in enumerate(kind.capacity):
+            if capacity is not None:
+                starts[dim] = len(row)
+                filled = int(torch.randint(min(dense.shape[dim], capacity) + 1, (), generator=generator))
+                positions = torch.full((capacity,), PADDING)
+                taken = torch.randperm(capacity, generator=generator)[:filled]
+                positions[taken] = torch.randperm(dense.shape[dim], generator=generator)[:filled]
+                row += positions.tolist()
+        shape = [whole if capacity is None else capacity for whole, capacity in zip(dense.shape, kind.capacity, strict=True)]
         narrow = laid_out(shape, kind.narrow_order, kind.dtype, generator, device)
         moves.append(Move(dense, narrow, starts))
-    return moves, torch.tensor(places, dtype=torch.int32, device=device)
+    return moves, torch.tensor(row, dtype=torch.int32, device=device)
 
 
-def pairs(move, places):
+def pairs(move, row):
     """(narrow index, dense index or None), by the definition."""
-    places = places.tolist()
+    row = row.tolist()
     for coordinates in itertools.product(*map(range, move.narrow.shape)):
-        index = [places[move.starts[dim] + c] if dim in move.starts else c for dim, c in enumerate(coordinates)]
-        yield coordinates, None if EMPTY in index else tuple(index)
+        index = [row[move.starts[dim] + c] if dim in move.starts else c for dim, c in enumerate(coordinates)]
+        yield coordinates, None if PADDING in index else tuple(index)
 
 
-def slow_gather_(moves, places):
+def slow_gather_(moves, row):
     for move in moves:
-        for here, there in pairs(move, places):
+        for here, there in pairs(move, row):
             move.narrow[here] = 0 if there is None else move.dense[there]
 
 
-def slow_scatter_(moves, places):
+def slow_scatter_(moves, row):
     for move in moves:
-        for here, there in pairs(move, places):
+        for here, there in pairs(move, row):
             if there is not None:
                 move.dense[there] = move.narrow[here]
 
@@ -158,72 +158,50 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("way", ["gather_", "scatter_"])
 @pytest.mark.parametrize("seed", range(2))
 def test_moves_equal_a_loop(seed, way, device):
-    (ours, places), (reference, slow_places) = example(seed, device), example(seed)
-    getattr(Moves(ours), way)(places)
-    {"gather_": slow_gather_, "scatter_": slow_scatter_}[way](reference, slow_places)
+    (ours, row), (reference, slow_row) = example(seed, device), example(seed)
+    getattr(Moves(ours), way)(row)
+    {"gather_": slow_gather_, "scatter_": slow_scatter_}[way](reference, slow_row)
     assert_same_memory(ours, reference)
-
-
-@pytest.mark.parametrize("way", ["gather_", "scatter_"])
-def test_moves_leave_alone_what_they_are_told_to(way, device):
-    (ours, places), (reference, _) = example(0, device), example(0)
-    generator = torch.Generator().manual_seed(1)
-    but = torch.randint(-1, 3, places.shape, generator=generator, dtype=torch.int32)
-    before, _ = example(0)
-    getattr(Moves(ours), way)(places, but.to(device))
-    {"gather_": slow_gather_, "scatter_": slow_scatter_}[way](reference, places)
-    moved = 0
-    for move, wanted, was in zip(ours, reference, before, strict=True):
-        for here, there in pairs(move, places):
-            alone = all(but[move.starts[dim] + c] >= 0 for dim, c in enumerate(here) if dim in move.starts)
-            index, side = (here, "narrow") if way == "gather_" else (there, "dense")
-            if index is not None:
-                moved += not alone
-                expected = getattr(was if alone else wanted, side)[index]
-                assert_same(getattr(move, side)[index], expected)
-    assert moved > 100
-    if way == "gather_":
-        assert_same_memory([Move(m.dense, b.narrow, m.starts) for m, b in zip(ours, before, strict=True)], before)
 
 
 def test_programs_take_one_block_after_the_other(device):
     """As they do where few of them are to share a bus."""
-    moves, places = example(0, device)
+    moves, row = example(0, device)
     reference, _ = example(0)
     together = Moves(moves)
     for table in together._tables:
         table._num_programs = 2
-    together.gather_(places)
-    slow_gather_(reference, places.cpu())
+    together.gather_(row)
+    slow_gather_(reference, row.cpu())
     assert_same_memory(moves, reference)
 
 
 def test_what_was_gathered_comes_back(device):
-    moves, places = example(0, device)
+    moves, row = example(0, device)
     together = Moves(moves)
     before, _ = example(0, device)
-    together.gather_(places)
+    together.gather_(row)
     gathered = [move.narrow.clone() for move in moves]
-    together.scatter_(places)
+    together.scatter_(row)
     assert_same_memory(moves, [Move(b.dense, m.narrow, m.starts) for b, m in zip(before, moves, strict=True)])
     for move in moves:
         move.dense.zero_()
-    together.scatter_(places)
+    together.scatter_(row)
     for move in moves:
         move.narrow.fill_(1)
-    together.gather_(places)
+    together.gather_(row)
     for move, narrow in zip(moves, gathered, strict=True):
         assert_same(move.narrow, narrow)
 
 
-def test_places_may_all_be_empty(device):
-    moves, places = example(0, device)
+def test_all_positions_may_be_padding(device):
+    moves, row = example(0, device)
     before, _ = example(0, device)
     cut = [number for number, move in enumerate(moves) if move.starts]
-    places.fill_(EMPTY)
-    Moves([moves[number] for number in cut]).scatter_(places)
+    row.fill_(PADDING)
+    Moves([moves[number] for number in cut]).scatter_(row)
     assert_same_memory(moves, before)
-    Moves(moves).gather_(places)
+    Moves(moves).gather_(row)
     assert not any(moves[number].narrow.any() for number in cut)
     for move in moves:
         if not move.starts:
@@ -231,21 +209,21 @@ def test_places_may_all_be_empty(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
-def test_what_is_occupied_is_gathered_from_a_one(dtype, device):
-    moves, places = example(0, device)
+def test_what_is_real_is_gathered_from_a_one(dtype, device):
+    moves, row = example(0, device)
     one = torch.ones((), dtype=dtype, device=device)
-    occupied = [torch.empty(move.narrow.shape, dtype=dtype, device=device).fill_(7) for move in moves]
-    wanted = [Move(one.expand(m.dense.shape), narrow, m.starts) for m, narrow in zip(moves, occupied, strict=True)]
-    Moves(wanted).gather_(places)
+    real = [torch.empty(move.narrow.shape, dtype=dtype, device=device).fill_(7) for move in moves]
+    wanted = [Move(one.expand(m.dense.shape), narrow, m.starts) for m, narrow in zip(moves, real, strict=True)]
+    Moves(wanted).gather_(row)
     for move in wanted:
-        expected = [there is not None for _, there in pairs(move, places)]
+        expected = [there is not None for _, there in pairs(move, row)]
         assert move.narrow.flatten().tolist() == expected
 
 
 def test_a_dense_tensor_may_repeat_itself_along_some_dimensions(device):
     dense = torch.arange(6.0, device=device).view(3, 1, 2).expand(3, 4, 2)
     narrow = torch.full((2, 4, 2), 9.0, device=device)
-    Moves([Move(dense, narrow, {0: 1})]).gather_(torch.tensor([5, 2, EMPTY], dtype=torch.int32, device=device))
+    Moves([Move(dense, narrow, {0: 1})]).gather_(torch.tensor([5, 2, PADDING], dtype=torch.int32, device=device))
     assert narrow.tolist() == [[[4, 5]] * 4, [[0, 0]] * 4]
 
 
@@ -253,43 +231,43 @@ def test_tensors_of_one_number_and_of_none(device):
     dense, narrow = (torch.tensor(value, device=device) for value in (5.0, 0.0))
     vector, nothing = torch.arange(3.0, device=device), torch.zeros(0, device=device)
     moves = Moves([Move(dense, narrow, {}), Move(vector, nothing, {0: 0}), Move(nothing, nothing.clone(), {})])
-    no_places = torch.zeros(0, dtype=torch.int32, device=device)
-    moves.gather_(no_places)
+    no_row = torch.zeros(0, dtype=torch.int32, device=device)
+    moves.gather_(no_row)
     assert (dense.item(), narrow.item()) == (5, 5)
     narrow.fill_(6)
-    moves.scatter_(no_places)
+    moves.scatter_(no_row)
     assert (dense.item(), narrow.item(), vector.tolist()) == (6, 6, [0, 1, 2])
     for none in ([], [Move(vector, nothing, {0: 0})]):
-        Moves(none).gather_(no_places)
-        Moves(none).scatter_(no_places)
+        Moves(none).gather_(no_row)
+        Moves(none).scatter_(no_row)
     assert vector.tolist() == [0, 1, 2]
 
 
 def test_parameters_move_past_autograd(device):
     dense = nn.Parameter(torch.arange(4.0, device=device))
     narrow = nn.Parameter(torch.ones(2, device=device))
-    moves, places = Moves([Move(dense, narrow, {0: 0})]), torch.tensor([3, EMPTY], dtype=torch.int32, device=device)
-    moves.gather_(places)
+    moves, row = Moves([Move(dense, narrow, {0: 0})]), torch.tensor([3, PADDING], dtype=torch.int32, device=device)
+    moves.gather_(row)
     assert narrow.tolist() == [3, 0]
     narrow.square().sum().backward()
     assert narrow.grad.tolist() == [6, 0]
     with torch.no_grad():
         narrow.add_(4)
-    moves.scatter_(places)
+    moves.scatter_(row)
     assert dense.tolist() == [0, 1, 2, 7]
     assert narrow.grad_fn is None
     assert dense.grad_fn is None
 
 
 def test_examples_have_what_can_go_wrong():
-    moves, places = example(0)
+    moves, row = example(0)
     counts = [move.narrow.numel() for move in moves]
     assert max(counts) > 2 * BLOCK
     assert 0 in counts
     assert len({move.dense.dtype for move in moves}) == 5
-    found = [{there is None for _, there in pairs(move, places)} for move in moves]
-    assert {True, False} in found  # some slots empty
-    assert {True} in found  # all slots empty
+    found = [{there is None for _, there in pairs(move, row)} for move in moves]
+    assert {True, False} in found  # some padding
+    assert {True} in found  # nothing but padding
     assert any(1 in move.narrow.shape for move in moves)
     assert not all(move.dense.is_contiguous() for move in moves)
 
@@ -298,20 +276,20 @@ def test_examples_have_what_can_go_wrong():
 
 
 def test_dims_lead_to_the_same_elements():
-    moves, places = example(0)
+    moves, row = example(0)
 
     def offset(index, tensor):
         return None if index is None else sum(i * stride for i, stride in zip(index, tensor.stride(), strict=True))
 
     for kind, move in zip(KINDS, moves, strict=True):
-        expected = {offset(here, move.narrow): offset(there, move.dense) for here, there in pairs(move, places)}
+        expected = {offset(here, move.narrow): offset(there, move.dense) for here, there in pairs(move, row)}
         for element in range(move.narrow.numel()):
             rest, index, strides = element, [], []
             for size, stride, start in reversed(move.dims()):
                 rest, coordinate = divmod(rest, size)
-                index.append(coordinate if start < 0 else int(places[start + coordinate]))
+                index.append(coordinate if start < 0 else int(row[start + coordinate]))
                 strides.append(stride)
-            found = None if EMPTY in index else sum(i * stride for i, stride in zip(index, strides, strict=True))
+            found = None if PADDING in index else sum(i * stride for i, stride in zip(index, strides, strict=True))
             assert (rest, found) == (0, expected[element]), kind
 
 
@@ -337,7 +315,7 @@ MATRIX = torch.empty(3, 4)
         (MATRIX[:, :3], torch.empty(3, 3), {}, [(3, 4, -1), (3, 1, -1)]),
         (torch.ones(()).expand(3, 4), torch.empty(3, 4), {}, [(12, 0, -1)]),
         (MATRIX[:, None], torch.empty(3, 1, 4), {}, [(12, 1, -1)]),  # one element needs no dimension
-        (MATRIX, torch.empty(1, 4), {0: 2}, [(1, 4, 2), (4, 1, -1)]),  # unless places say which one
+        (MATRIX, torch.empty(1, 4), {0: 2}, [(1, 4, 2), (4, 1, -1)]),  # unless positions say which one
         (torch.ones(()), torch.ones(()), {}, []),
     ],
 )
@@ -401,14 +379,14 @@ CHANNELS = [
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def channels_example(shape, dim, dtype, channels_last=True, index_dtype=torch.int32, room=3, device="cpu"):
-    """x, and an index that takes about half of its channels, with some empty slots."""
+def channels_example(shape, dim, dtype, channels_last=True, index_dtype=torch.int32, capacity=3, device="cpu"):
+    """x, and an index that takes about half of its channels, with some padding."""
     width = shape[dim]
     kept = torch.randperm(width)[: max(1, width // 2)]
-    seats = torch.randperm(len(kept) + room)[: len(kept)]
-    index = torch.full((len(kept) + room,), EMPTY, dtype=index_dtype)
-    inverse = torch.full((width,), EMPTY, dtype=index_dtype)
-    index[seats], inverse[kept] = kept.to(index_dtype), seats.to(index_dtype)
+    taken = torch.randperm(len(kept) + capacity)[: len(kept)]
+    index = torch.full((len(kept) + capacity,), PADDING, dtype=index_dtype)
+    inverse = torch.full((width,), PADDING, dtype=index_dtype)
+    index[taken], inverse[kept] = kept.to(index_dtype), taken.to(index_dtype)
     memory = FORMATS[len(shape)] if channels_last and len(shape) in FORMATS else torch.contiguous_format
     # With one channel, torch calls a tensor channels-last only if it was made so.
     x = torch.empty(shape, dtype=dtype, device=device, memory_format=memory).copy_(torch.randn(shape))
@@ -417,7 +395,7 @@ def channels_example(shape, dim, dtype, channels_last=True, index_dtype=torch.in
 
 def slow_take(x, index, dim):
     """Channel by channel."""
-    slices = [torch.zeros_like(x.select(dim, 0)) if i == EMPTY else x.select(dim, i) for i in index.tolist()]
+    slices = [torch.zeros_like(x.select(dim, 0)) if i == PADDING else x.select(dim, i) for i in index.tolist()]
     return torch.stack(slices, dim)
 
 
@@ -468,9 +446,9 @@ def test_channels_of_views_and_of_many_rows(index_dtype, device):
     assert_same(x.grad, kept.expand_as(x))
 
 
-def test_empty_slots_forget_nan():
+def test_padding_forgets_nan():
     x = torch.full((2, 3, 2, 2), torch.nan)
-    index, inverse = torch.tensor([EMPTY, 1]), torch.tensor([EMPTY, 1, EMPTY])
+    index, inverse = torch.tensor([PADDING, 1]), torch.tensor([PADDING, 1, PADDING])
     y = take_channels(x, index, inverse, -3)
     assert not y[:, 0].any()
     assert y[:, 1].isnan().all()
@@ -479,8 +457,8 @@ def test_empty_slots_forget_nan():
 def test_no_channels_and_no_images():
     nothing = torch.zeros(0, dtype=torch.int32)
     x = torch.randn(2, 3, 4, 4)
-    assert take_channels(x, nothing, torch.full((3,), EMPTY), -3).shape == (2, 0, 4, 4)
-    assert take_channels(x[:0], torch.tensor([2, 0]), torch.tensor([1, EMPTY, 0]), -3).shape == (0, 2, 4, 4)
+    assert take_channels(x, nothing, torch.full((3,), PADDING), -3).shape == (2, 0, 4, 4)
+    assert take_channels(x[:0], torch.tensor([2, 0]), torch.tensor([1, PADDING, 0]), -3).shape == (0, 2, 4, 4)
 
 
 class Asks(TorchDispatchMode):
@@ -573,10 +551,9 @@ def test_the_kernels_do_the_same_in_the_interpreter():
     assert " passed" in inner.stdout
 
 
-def test_places_that_are_too_few_are_refused():
+def test_rows_that_are_too_short_are_refused():
     moves = Moves([Move(torch.ones(4), torch.zeros(3), {0: 2})])
-    for places in (torch.zeros(4, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)[::2]):
-        with pytest.raises(ValueError, match=r"`places` has shape .*; these moves need 5 in a row"):
-            moves.gather_(places)
-    with pytest.raises(ValueError, match=r"`but` has shape \(2,\); these moves need 5 in a row"):
-        moves.gather_(torch.zeros(5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    for row in (torch.zeros(4, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)[::2]):
+        for move in (moves.gather_, moves.scatter_):
+            with pytest.raises(ValueError, match=r"`row` has shape .*; these moves need 5 positions in a row"):
+                move(row)

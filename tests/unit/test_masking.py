@@ -1,7 +1,6 @@
 """A masked network that changes in place computes what the narrow networks of its masks do."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 import slimstart
 from slimstart.graph import ChannelGraph
 from slimstart.narrow.masking import MaskedNetwork
-from slimstart.narrow.state_hooks import keep_dense
 from tests.zoo import ZOO, call, cast, shake, tensors
 
 FEW = ("vgg_bn", "resnet_option_a", "mobilenet_v2", "tied_autoencoder")
@@ -57,12 +55,7 @@ def test_one_mask_after_the_other_is_the_narrow_network(name: str, coupling: str
 
 def test_it_is_a_copy_of_the_model_as_it_was() -> None:
     model, inputs, graph = prepared("vgg_bn", "filter")
-    called: list[str] = []
-    hooks = {name: functools.partial(called.append, name) for name in ("sync", "reload", "release", "adopt", "dense")}
-    keep_dense(model, torch.optim.SGD(model.parameters()), **hooks)  # as a training does
     masked = MaskedNetwork(model, graph)
-    masked.module.state_dict()
-    assert not called
     full = torch.ones(graph.num_units, dtype=torch.bool)
     expected = outputs(copy.deepcopy(model), inputs)
     with torch.no_grad():
@@ -70,6 +63,19 @@ def test_it_is_a_copy_of_the_model_as_it_was() -> None:
             parameter.zero_()
     masked.set_(full)
     torch.testing.assert_close(outputs(masked.module, inputs), expected, rtol=0, atol=1e-12)
+
+
+def test_hooks_of_a_training_are_not_in_it() -> None:
+    model, inputs, graph = prepared("vgg_bn", "filter")
+    dense = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparse = slimstart.SparseTraining(model, optimizer, inputs, slimstart.Channels(0.5), policy="paper")
+    masked = MaskedNetwork(sparse.dense_copy(), graph)
+    masked.set_(sparse.mask)
+    torch.testing.assert_close(outputs(masked.module, inputs), outputs(model, inputs), rtol=1e-10, atol=1e-10)
+    masked.module.load_state_dict(dense.state_dict())  # which a narrow model refuses
+    with pytest.raises(slimstart.CheckpointError):
+        model.load_state_dict(dense.state_dict())
 
 
 def test_tensors_stay_where_they_are() -> None:

@@ -11,7 +11,6 @@ from torch import nn
 import slimstart
 from slimstart.costs import CostTable, Polynomial
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Slice
-from slimstart.narrow import Subnet
 
 
 def hand_made_graph(group_sizes, axes, tensors, left_whole=None):
@@ -131,13 +130,13 @@ def test_tensors_that_the_graph_does_not_know_are_whole():
 def test_counts_of_an_axis():
     graph = hand_made_graph([3], [[0, 1, 2], [-1, 0, 0, 2], [-1, -1]], {"w": {0: 1}})
     selection = graph.select(torch.tensor([False, True, True]))
-    assert selection.kept(0).tolist() == [1, 2]
-    assert selection.kept(1).tolist() == [0, 3]
-    assert selection.kept(2) is None
+    assert selection.positions(0).tolist() == [1, 2]
+    assert selection.positions(1).tolist() == [0, 3]
+    assert selection.positions(2) is None
     assert [selection.count(axis) for axis in range(3)] == [2, 2, 2]
     assert selection.present(1).tolist() == [True, False, False, True]
     everything = graph.select(torch.ones(3, dtype=torch.bool))
-    assert everything.kept(1) is None
+    assert everything.positions(1) is None
     assert everything.count(1) == 4
 
 
@@ -211,7 +210,7 @@ def test_str():
         "ChannelGraph: 5 units in 2 groups, coupling='filter', 50.0% of the FLOPs can shrink\n"
         "  layer0: units 0..1, 2 filters\n"
         "  layer1: units 2..4, 3 filters\n"
-        "left whole:\n"
+        "not prunable:\n"
         "  head: it is an output of the network"
     )
 
@@ -222,7 +221,7 @@ def test_str_of_a_network():
     assert described == [
         "ChannelGraph: 2 units in 1 groups, coupling='stream', 100.0% of the FLOPs can shrink",
         "  0: units 0..1, 4 filters",
-        "left whole:",
+        "not prunable:",
         "  2: it is an output of the network",
     ]
 
@@ -258,22 +257,23 @@ def test_tied_weights_stay_tied():
     assert slimstart.verify(model, inputs).max_error < 1e-10
 
 
-def test_tied_weights_stay_tied_in_a_subnet():
+def test_tied_weights_stay_tied_in_a_training():
     torch.manual_seed(0)
     model, inputs = TiedAutoencoder(), torch.randn(4, 3)
-    graph = slimstart.trace(model, inputs)
-    subnet = Subnet(model, graph)
-    for mask in ([1, 0, 1, 0, 1], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0]):
-        before = model.mid.weight.detach().clone()
-        selection = graph.select(torch.tensor(mask))
-        subnet.load(selection)
-        assert subnet.module.again.weight is subnet.module.mid.weight
-        torch.testing.assert_close(subnet.module(inputs), slimstart.compact(model, selection)(inputs))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = slimstart.Paper(resample_every=1)
+    sparse = slimstart.SparseTraining(model, optimizer, inputs, slimstart.Channels(0.5), policy=policy)
+    seen = set()
+    for _ in range(6):
+        assert model.again.weight is model.mid.weight
+        dense, kept = sparse.dense_copy(), sparse.mask
+        seen.add(tuple(kept.tolist()))
+        assert dense.again.weight is dense.mid.weight
+        torch.testing.assert_close(model(inputs), slimstart.compact(dense, sparse.graph.select(kept))(inputs))
         with torch.no_grad():
-            subnet.module.mid.weight.add_(1.0)
-        subnet.store()
-        kept = torch.tensor(mask).bool()
-        both = kept[:, None] & kept
-        assert torch.equal(model.mid.weight[~both], before[~both])
-        assert torch.equal(model.mid.weight[both], before[both] + 1.0)
-    assert model.again.weight is model.mid.weight
+            model.mid.weight.add_(1.0)
+        after, both = sparse.dense_copy().mid.weight, kept[:, None] & kept
+        assert torch.equal(after[~both], dense.mid.weight[~both])
+        assert torch.equal(after[both], dense.mid.weight[both] + 1.0)
+        sparse.resample()
+    assert len(seen) > 1

@@ -1,15 +1,16 @@
 """Step times: totals without waits in between, shares by part, and draws as often as a training makes them."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from slimstart import models
 from slimstart.accounting.timing import Step, Stopwatch, compare
+from slimstart.narrow import Change, Networks
 from slimstart.recipes.measure import step_times
 from slimstart.recipes.recipe import Recipe
-from slimstart.training import SparseTraining
 
 
 def sleeping(first: float, second: float) -> Step:
@@ -39,13 +40,13 @@ def test_it_stops_in_time() -> None:
 @pytest.mark.parametrize("resample_every", [1, 2, 3])
 def test_a_held_step_draws_nothing(resample_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = []
-    original = SparseTraining.resample
+    original = Networks.prepare
 
-    def counted(self: SparseTraining) -> None:
+    def counted(self: Networks, *args: Any, **options: Any) -> Change:
         draws.append(1)
-        original(self)
+        return original(self, *args, **options)
 
-    monkeypatch.setattr(SparseTraining, "resample", counted)
+    monkeypatch.setattr(Networks, "prepare", counted)
     recipe = Recipe(model="small", policy="paper", width=0.125, budget="flops=0.3", resample_every=resample_every)
 
     def make() -> torch.nn.Module:
@@ -53,7 +54,7 @@ def test_a_held_step_draws_nothing(resample_every: int, monkeypatch: pytest.Monk
 
     batch = torch.randn(4, 1, 28, 28), torch.randint(0, 10, (4,))
     times = step_times(recipe, make, batch, own_flops=30, dense_flops=100, rounds=2)
-    assert len(draws) == 3 + 6  # to warm up, and two for each of three rounds: one for the total, one for the parts
+    assert len(draws) == 1 + 3 + 6  # to begin, to warm up, and two for each of three rounds: one for the total, one for the parts
     assert times.forward + times.backward < times.total
     assert times.dense is not None
     assert times.narrow is not None

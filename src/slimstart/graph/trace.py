@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def trace(
     model: nn.Module,
     example_inputs: Any,
-    coupling: str = "filter",
+    coupling: str = "stream",
     keep: Iterable[str] = (),
     without: Iterable[tuple[str, str]] = (),
 ) -> ChannelGraph:

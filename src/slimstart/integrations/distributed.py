@@ -43,13 +43,15 @@ _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def data_parallel(net: nn.Module, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel` without what `SparseTraining` has seen to: ranks begin alike, and stay so.
+    """`DistributedDataParallel` that does not exchange buffers at every forward: `SparseTraining` averages statistics.
 
-    To give options, use `functools.partial(data_parallel, bucket_cap_mb=50)`.
+    Args:
+        net: the model.
+        options: of `DistributedDataParallel`.
     """
     device = next(net.parameters()).device
-    settings = {"device_ids": [device] if device.type == "cuda" else None, "init_sync": False}
-    wrapped = DistributedDataParallel(net, **{**settings, _SYNC_BUFFERS: False, **options})
+    settings = {"device_ids": [device] if device.type == "cuda" else None, _SYNC_BUFFERS: False}
+    wrapped = DistributedDataParallel(net, **{**settings, **options})
     _wrapped.add(wrapped)
     return wrapped
 

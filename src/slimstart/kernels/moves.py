@@ -65,7 +65,9 @@ def scatter_(dense: Tensor, narrow: Tensor, positions: Mapping[int, Tensor]) -> 
         return dense.index_copy_(dim, index, narrow)
     if _cuts_kernels(dense, filled):
         flat = (filled[0][:, None] * dense.shape[1] + filled[1]).view(-1)
-        dense.view(dense.shape[0] * dense.shape[1], -1).index_copy_(0, flat, narrow.reshape(flat.numel(), -1))
+        kernel = dense.shape[2:].numel()  # in place of -1, which is ambiguous where all positions are padding
+        flat_dense = dense.view(dense.shape[0] * dense.shape[1], kernel)
+        flat_dense.index_copy_(0, flat, narrow.reshape(flat.numel(), kernel))
         return dense
     first, last = min(filled), max(filled)
     mesh = tuple(  # a dimension between two that are cut is indexed too, so that the indexed ones are adjacent

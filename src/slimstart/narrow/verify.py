@@ -52,7 +52,7 @@ class Report:
 def verify(
     model: nn.Module,
     example_inputs: Any,
-    coupling: str = "filter",
+    coupling: str = "stream",
     keep: Iterable[str] = (),
     num_masks: int = 3,
     seed: int = 0,
@@ -125,7 +125,7 @@ def prove(
 
 
 def trace_verified(
-    model: nn.Module, example_inputs: Any, coupling: str = "filter", keep: Iterable[str] = ()
+    model: nn.Module, example_inputs: Any, coupling: str = "stream", keep: Iterable[str] = ()
 ) -> ChannelGraph:
     """Trace a model, and leave whole every group that cannot be proven right, with the reason."""
     without: list[tuple[str, str]] = []

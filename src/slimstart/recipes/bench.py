@@ -104,7 +104,7 @@ class Benchmark:
         elif structure == "middle":
             to_the_middle(by_hand.learner, self.settings.seed)
         state, share = by_hand.learner.state_dict(), decided(by_hand.learner)
-        small = compact(by_hand.model, by_hand.graph.select(typical_mask(by_hand)))
+        small = compact(self.model, by_hand.graph.select(typical_mask(by_hand)))
         own_flops = flops(small, self._example)
         plain: dict[str, Mapping[str, Plain]] = {"dense": dense, "narrow": every_way(small, work, self._compiled)}
         if any(isinstance(layer, StreamPort) for layer in small.modules()):

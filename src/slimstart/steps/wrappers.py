@@ -80,18 +80,24 @@ def process_group(wrappers: list[DistributedDataParallel]) -> Ranks:
 
 
 def check_data_parallel(ddp: DistributedDataParallel) -> None:
-    """Refuse options that keep copies of parameters which cannot follow.
+    """Refuse options that keep tensors of the present shapes, or that processes cannot change together with.
 
     Raises:
         ValueError: an option of the wrapper is not supported.
     """
-    for option, used in (
-        ("mixed_precision", getattr(ddp, "mixed_precision", None) is not None),
-        ("delay_all_reduce_named_params", bool(getattr(ddp, "_delay_all_reduce_params", None))),
-        ("the python reducer of compiled autograd", bool(getattr(ddp, "_use_python_reducer", False))),
+    for option, used, instead in (
+        ("mixed_precision", getattr(ddp, "mixed_precision", None) is not None, "use torch.autocast"),
+        ("delay_all_reduce_named_params", bool(getattr(ddp, "_delay_all_reduce_params", None)), "leave it out"),
+        ("the Python reducer of compiled autograd", bool(getattr(ddp, "_use_python_reducer", False)), "leave it out"),
+        (
+            "optimizers that step in the backward",
+            any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()),
+            "call `optimizer.step()` after it",
+        ),
+        ("join()", ddp._join_config.enable, "give all processes as many batches"),
     ):
         if used:
-            raise ValueError(f"DistributedDataParallel with {option} cannot follow a change of structure; leave it out")
+            raise ValueError(f"DistributedDataParallel with {option} cannot follow a change of structure; {instead}")
 
 
 def rebuild(ddp: DistributedDataParallel) -> None:
@@ -101,6 +107,7 @@ def rebuild(ddp: DistributedDataParallel) -> None:
     So it gets another one, as PyTorch does when a wrapper is unpickled.
     """
     wrapper: Any = ddp
+    hook_name = wrapper._get_ddp_logging_data().get("comm_hook", "") if wrapper.logger is not None else ""
     if wrapper.reducer is not None:
         wrapper.reducer._remove_autograd_hooks()
     wrapper.reducer = wrapper.logger = None
@@ -112,16 +119,31 @@ def rebuild(ddp: DistributedDataParallel) -> None:
         wrapper.reducer._set_static_graph()
         wrapper.logger._set_static_graph()
     wrapper._has_rebuilt_buckets = wrapper._lazy_init_ran = False
-    for hook, state in getattr(wrapper, "_comm_hooks", ()):
+    for hook, state in wrapper._comm_hooks:
+        _forget_buckets(state)
         dist._register_comm_hook(wrapper.reducer, state, hook)  # type: ignore[attr-defined]
+    kind, _, name = hook_name.partition(".")
+    if kind == "BuiltinCommHookType":
+        dist._register_builtin_comm_hook(wrapper.reducer, getattr(dist.BuiltinCommHookType, name))
+    if hook_name:
+        wrapper.logger._set_comm_hook_name(hook_name)
+
+
+def _forget_buckets(state: Any) -> None:
+    """PowerSGD keeps an error, and factors, of the shape of every bucket; it begins them again where it has none."""
+    if type(state).__name__ == "PowerSGDState":
+        for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+            getattr(state, name).clear()
+        # As after its start, because a new wrapper arranges its buckets once more after the first step.
+        state.iter = min(state.iter, state.start_powerSGD_iter - 2)
 
 
 def allow_recompilation() -> None:
     """After a change of structure compiled code is compiled once more, which must not count against Dynamo's limit.
 
-    Beyond its limit (eight by default), Dynamo runs a frame eagerly, without a word.
+    Beyond its limits (eight for a module, 256 for code that modules share), Dynamo runs a frame eagerly.
     """
     if "torch._dynamo" in sys.modules:
         config = sys.modules["torch._dynamo"].config
-        name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-        setattr(config, name, getattr(config, name) + 1)
+        config.recompile_limit += 1
+        config.accumulated_recompile_limit += 1
