@@ -1,6 +1,6 @@
-"""What a training whose dense model stays on the host has on its device, counted beforehand.
+"""Memory on the device of a training whose dense model is on the host, counted beforehand.
 
-Shapes are enough: the narrow network of a first draw runs on the meta device, and `Peak` counts what it makes there.
+Shapes are enough: the narrow network of a first draw runs on the meta device, and `Peak` counts the tensors.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 import slimstart
 from slimstart.narrow import compact
-from slimstart.narrow.page_locked import num_bytes
-from slimstart.narrow.resident_slots import shared_out
-from slimstart.narrow.seating import Seating
-from slimstart.narrow.slots import Slots
-from slimstart.policies import DeviceLearner, get_policy
-from slimstart.steps.assembly import ALIGN
+from slimstart.policies import get_policy
 
 # Of cuBLAS, in KiB and pieces: 8 MiB for every thread on every stream. On an H200 PyTorch takes 32 MiB by default, for
 # matrices that are as small as on any other GPU.
 WORKSPACE = ":4096:2:16:8"
 STREAMS = 5  # a forward and a backward, each also while it is captured; and the policy
-# A guess at what cuDNN asks for beside the tensors of a 3x3 convolution, which depends on the kernel that it takes: by
-# Winograd's method, 3x3 weights become 6x6 numbers, and so do 4x4 pixels.
+# A guess at the workspace of cuDNN for a 3x3 convolution, which depends on the kernel that it chooses: by Winograd's
+# method, 3x3 weights become 6x6 numbers, and so do 4x4 pixels.
 OF_WEIGHTS, OF_IMAGES = 36 / 9, 36 / 16
 
 
@@ -62,66 +57,44 @@ class Peak(TorchDispatchMode):
 
 
 def inventory(model: nn.Module, images: Tensor, budget: float, policy: str = "paper") -> dict[str, int]:
-    """Bytes on the device by kind, when a step is captured as a CUDA graph: in static slots, by SGD with momentum.
-
-    Not among them is what the allocator cannot use because it lies scattered: leave it a good part of the device.
+    """Bytes on the device by kind, with SGD and momentum; fragments that the allocator cannot use are not counted.
 
     Args:
-        model: dense; on the meta device will do.
+        model: dense; it may be on the meta device.
         images: of one batch.
+        budget: in FLOPs, as a fraction of the dense model's.
+        policy: "paper", whose steps are eager where the dense model is on the host, or "equal_worth", in CUDA graphs.
     """
     model, images = copy.deepcopy(model).to("meta"), images.to("meta")
     settings = get_policy(policy)
     graph = slimstart.trace(model, images[:1], coupling=settings.coupling)
-    learner = settings.start(graph.costs, slimstart.Flops(budget), None)
-    padding = learner.padding
-    slots = Slots(graph, *((1, None) if padding is None else (ALIGN, padding.spread)))
-    kept = graph.costs.at_least_one(learner.draw())
-    slots.adjust(kept, learner.keep_probs)
-    seating = Seating(graph, slots.room, torch.device("cpu"))
-    net = compact(model, graph.select_within(kept[0], seating.frame(kept[0])))
-
-    dense = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    parameters = [(name, dense[name], one) for name, one in net.named_parameters()]
-    buffers = [(name, dense[name], one) for name, one in net.named_buffers()]
-    cut = [one for one in (*parameters, *buffers, *parameters) if one[0] in graph.tensors]  # the last are momentum
-    ahead, _ = shared_out(cut)
-    whole = [one for one in parameters if one[0] not in graph.tensors]
+    masks = settings.start(graph.costs, slimstart.Flops(budget), None).draw()
+    net, *others = (compact(model, graph.select(mask)) for mask in masks)
 
     def size(tensors: Any) -> int:
-        return sum(one.numel() * one.element_size() for _, _, one in tensors)
+        return sum(one.numel() * one.element_size() for one in tensors)
 
+    parameters = size(net.parameters())
+    weights = parameters + size(net.buffers())
     with Peak() as step:
         F.cross_entropy(net(images), torch.zeros(len(images), dtype=torch.int64, device="meta")).backward()
     known = {
-        "weights": size(parameters) + size(buffers),
-        "gradients": size(parameters),
-        "momentum": size(parameters),
-        "occupied": sum(one.numel() for _, _, one in parameters),
-        "ahead": size(ahead),
-        "scratch": max(num_bytes(one) for _, _, one in cut),
-        "activations": step.most - size(parameters),
+        "weights": weights,
+        "gradients": parameters,
+        "momentum": parameters,
+        "next": weights + parameters,  # during a change of structure, with its momentum
+        "activations": step.most - parameters,
         "convolutions": largest_convolution(net, images),
         "cublas": STREAMS * workspace(),
     }
-    if not isinstance(learner, DeviceLearner):
-        # Shapes change with every draw. What graphs of the last ones had is still theirs when a step runs in new ones.
-        return {**known, "last step": known["activations"] + known["gradients"]}
-    with Peak() as reference, torch.no_grad():
-        net(images)
-    with Peak() as learning:
-        learner.learn_(torch.zeros(learner.num_masks, dtype=torch.float64), torch.ones((), dtype=torch.bool))
-        seating(graph.costs.at_least_one(learner.draw()))
-    return {
-        **known,
-        "reference": size(parameters) + size(buffers) - size(whole),  # which are shared
-        "reference activations": reference.most,
-        "policy": learning.most,
-    }
+    if others:
+        return {**known, "reference": max(size([*one.parameters(), *one.buffers()]) for one in others)}
+    # Graphs of the last shapes hold their memory until the first step in new ones has been captured.
+    return {**known, "last step": known["activations"] + parameters}
 
 
 def largest_convolution(net: nn.Module, images: Tensor) -> int:
-    """Bytes beside the tensors of a convolution, of that which needs most."""
+    """Workspace of the convolution that needs most, in bytes."""
     found = [0]
 
     def see(layer: Any, inputs: Any, output: Any) -> None:
@@ -136,6 +109,6 @@ def largest_convolution(net: nn.Module, images: Tensor) -> int:
 
 
 def workspace() -> int:
-    """Bytes that cuBLAS has for one thread on one stream."""
+    """Workspace of cuBLAS for one thread on one stream, in bytes."""
     numbers = [int(one) for one in os.environ.get("CUBLAS_WORKSPACE_CONFIG", WORKSPACE).strip(":").split(":")]
     return 1024 * sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=True))

@@ -1,10 +1,10 @@
-"""What should Adam do for a channel that first wakes late?
+"""Adam's bias correction for channels that are first trained late.
 
 Adam's `step` is one number per parameter, so the bias correction of an entry that is first trained at step 1000 is used
-up: its second moment starts at 0, is hardly corrected, and its first updates are several times too long. Three answers,
-on CIFAR-10, at equal learning rates:
+up: its second moment starts at 0, is hardly corrected, and its first updates are several times too long. Three
+variants, on CIFAR-10, at equal learning rates:
 
-- shared:    PyTorch's AdamW as it is (what SparseTraining does with it);
+- shared:    PyTorch's AdamW unchanged (what SparseTraining does with it);
 - fill:      an entry that was never trained starts from the mean second moment of its parameter;
 - entrywise: an AdamW of our own whose step count is a tensor, so that every entry has its own correction.
 

@@ -3,14 +3,14 @@
     python benchmarks/resident.py --out results/resident_h200.json
     python benchmarks/resident.py --tiny --out resident.json
 
-A VGG-19, as wide as makes its dense weights and SGD state four times the memory that the process may use of the GPU, is
+A VGG-19, so wide that its dense weights and SGD state take four times the GPU memory that the process may use, is
 trained at 5 % of its FLOPs, on random images, by each policy. Then the same without the limit, with the dense model on
-the GPU. A row each: peak memory of the device and what of it is known beforehand (`inventory`), seconds per step and
-per draw, and bytes that crossed the bus per draw. A row that runs out of memory says so, and the others go on.
+the GPU. One row each: peak memory of the device and the part that is known beforehand (`inventory`), seconds per step
+and per change of structure. A row that runs out of memory says so, and the others go on.
 
-"paper" draws in static slots: steps are timed over whole windows (nothing waits in between), a draw alone (the device
-waits before and behind it, and nothing was fetched ahead). "equal_worth" has other widths after every draw, and the
-step is captured anew: steps are timed within windows, and a draw is all that a window takes beyond its steps.
+With "paper", steps are timed over whole windows, changes of structure included, and a change also by itself (the device
+is synchronised before and after it). With "equal_worth", where a step is captured again after every change, steps are
+timed within windows, and a change is the time of a window beyond its steps.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def width_of(size: float) -> float:
-    """Of a network whose dense weights and SGD state have so many bytes.
-
-    Widths are whole numbers of channels: a little more, so that it is surely enough.
-    """
+    """The width of a network whose dense weights and SGD state have this many bytes, or a little more."""
     return math.ceil(100 * math.sqrt(size / 8 / PARAMETERS)) / 100 + 0.01
 
 
@@ -87,6 +84,7 @@ def measure(
     torch.manual_seed(0)
     began = time.perf_counter()
     model = build(width, home or device)
+    parameters = sum(p.numel() for p in model.parameters())
     order = torch.channels_last if args.channels_last else torch.contiguous_format
     model = model.to(memory_format=order)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
@@ -126,19 +124,17 @@ def measure(
 
     every = args.resample_every
     warming = run(WARMING * every)
-    before, building = sparse.traffic, sparse.building_seconds
+    building = sparse.building_seconds
     if get_policy(policy).learns_from == "losses":
         seconds = run(args.windows * every)
-        rebuilding, after = sparse.building_seconds - building, sparse.traffic
+        rebuilding = sparse.building_seconds - building
         step_s = (seconds - rebuilding) / (args.windows * every)
         draw_s = min(draw() for _ in range(5))
     else:
         windows = [(run(1), run(every - 2), run(1)) for _ in range(args.windows)]  # captured, held, drawn
-        after = sparse.traffic
         step_s = sum(held for _, held, _ in windows) / (args.windows * (every - 2))
         beyond = [captured + drawn - 2 * step_s for captured, _, drawn in windows]
         rebuilding, draw_s = sum(beyond), min(beyond)
-    parameters = sum(p.numel() for p in model.parameters())
     return {
         "policy": policy,
         "full_model_device": home or str(device),
@@ -147,15 +143,13 @@ def measure(
         "width": width,
         "parameters": parameters,
         "dense_bytes": 8 * parameters,
-        "narrow_parameters": sum(p.numel() for p in sparse.net.parameters()),
+        "narrow_parameters": sum(p.numel() for p in model.parameters()),
         "known_bytes": known,
         **taken(device),
         "step_s": step_s,
         "rebuilding_s": rebuilding,
         "draw_s": draw_s,
         "draw_share": draw_s / (draw_s + every * step_s),
-        "up_bytes_per_draw": (after.up - before.up) / args.windows,
-        "down_bytes_per_draw": (after.down - before.down) / args.windows,
         "making_s": made - began,
         "construction_s": constructed - made,
         "warming_s": warming,
@@ -165,7 +159,7 @@ def measure(
 def row_of(
     policy: str, home: str | None, known: dict[str, int], width: float, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """What was measured; or that there was too little memory, and who had it by then."""
+    """A row of the record: measurements, or the memory that was in use when it ran out."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -184,9 +178,9 @@ def row_of(
 
 
 def taken(device: torch.device) -> dict[str, Any]:
-    """Bytes of the device that tensors have, the most that they had, and the most that PyTorch had taken for them.
+    """Bytes of tensors on the device, their peak, and the peak that PyTorch had reserved.
 
-    And the tensors that have most, those of one size together: {"bytes": of one, "count", "in_graphs"}.
+    And the largest tensors, those of one size together: {"bytes": of one, "count", "in_graphs"}.
     """
     if device.type != "cuda":
         return {}
@@ -206,7 +200,7 @@ def taken(device: torch.device) -> dict[str, Any]:
 
 
 def slowdown(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """By policy: by how much a step takes longer with the dense model on the host, where both were measured."""
+    """By policy: the relative increase of step time with the dense model on the host, where both were measured."""
     times: dict[str, list[float]] = {}
     for row in rows:
         if "step_s" in row:
@@ -228,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--channels-last",
         action="store_true",
-        help="steps are faster, and the bus slower: entries that are kept lie scattered",
+        help="steps are faster, and changes of structure slower: kept entries are not contiguous",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a small network and short windows, for the CPU")

@@ -120,7 +120,7 @@ def count(name: str, budget: float, draws: int = 5) -> dict[str, Any]:
 
 def measured(rows: list[dict[str, Any]]) -> list[str]:
     """One rank and two, side by side."""
-    lines = ["| FLOPs, % | held for | gradients, MB | of dense, % | exchange, ms | 1 rank, ms | 2 ranks, ms |"]
+    lines = ["| FLOPs, % | held for | gradients, MB | of dense, % | exchange, ms | 1 process, ms | 2 processes, ms |"]
     lines.append("|---" * 7 + "|")
     one, two = ([row for row in rows if row.get("ranks") == size] for size in (1, 2))
     for a, b in zip(one, two, strict=True):

@@ -2,10 +2,10 @@
 
     python examples/larger_than_the_card.py --width 24 --limit 1.0
 
-The dense network stays in the host's memory. The device holds narrow networks only, and at a draw it exchanges with the
-host what has changed. `--limit` (GiB) takes most of a GPU away, to show that the dense network is not there; without a
-GPU everything runs on the CPU, by the same code. What differs from any other training: the model is made on the host,
-the example is on the device, and `full_model_device` is said.
+The dense weights and their optimizer state are stored in the host's memory; the device holds the narrow network. Three
+things differ from any other training: the model is made on the host, the example is on the device, and
+`full_model_device` is given. `--limit` (GiB) restricts the process to a part of a GPU, to show that the dense network
+is not there; without a GPU the same code runs on the CPU.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--budget", type=float, default=0.05, help="FLOPs, as a fraction of the dense network's")
-    parser.add_argument("--resample-every", type=int, default=50)
+    parser.add_argument("--print-every", type=int, default=50, help="steps")
     parser.add_argument("--limit", type=float, help="GiB of the GPU to use; the rest is left alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
@@ -49,13 +49,13 @@ def main(arguments: list[str] | None = None) -> None:
 
     with torch.device("meta"):  # shapes alone
         print(f"needs {memory.estimate(*make(), budget)}")
-    model, optimizer = make()  # on the host
+    model, optimizer = make()  # on the host; the narrow network will be where the example is
     sparse = slimstart.SparseTraining(
         model,
         optimizer,
         example,  # on the device
         budget,
-        policy=slimstart.EqualWorth(resample_every=args.resample_every),
+        total_steps=args.steps,
         max_grad_norm=5.0,
         full_model_device="cpu",
     )
@@ -63,21 +63,20 @@ def main(arguments: list[str] | None = None) -> None:
     while sparse.num_steps < args.steps:
         for batch in images.train.epoch(epoch):
             loss = sparse.step(loss_fn, *batch)
-            if sparse.num_steps % args.resample_every == 0:
-                up, down = sparse.traffic.up / 2**20, sparse.traffic.down / 2**20
-                print(f"step {sparse.num_steps}  loss {float(loss):.3f}  {up:.0f} MiB up, {down:.0f} MiB down")
+            if sparse.num_steps % args.print_every == 0:
+                share = sparse.gradient_bytes / sparse.dense_gradient_bytes
+                print(f"step {sparse.num_steps}  loss {float(loss):.3f}  {share:.1%} of the weights on the device")
             if sparse.num_steps == args.steps:
                 break
         epoch += 1
 
-    small = sparse.finish(images.train.epoch(epoch), loss_fn)
-    small.eval()
+    model = sparse.finish(images.train.epoch(epoch), loss_fn).eval()  # on the device, with statistics measured again
     with torch.no_grad():
-        told = sum(int((small(x).argmax(1) == y).sum()) for x, y in images.test.epoch(0))
-    num_weights = sum(p.numel() for p in small.parameters())
-    print(f"finished: {100 * told / images.test.num_images:.2f} % with {num_weights} weights")
+        correct = sum(int((model(x).argmax(1) == y).sum()) for x, y in images.test.epoch(0))
+    num_weights = sum(p.numel() for p in model.parameters())
+    print(f"finished: {100 * correct / images.test.num_images:.2f} % with {num_weights} weights")
     if device.type == "cuda":
-        print(f"most that was used of the device: {torch.cuda.max_memory_allocated(device) / memory.GIB:.2f} GiB")
+        print(f"peak memory on the device: {torch.cuda.max_memory_allocated(device) / memory.GIB:.2f} GiB")
 
 
 if __name__ == "__main__":

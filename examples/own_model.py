@@ -1,10 +1,10 @@
-"""A network of your own: a factory is all that slimstart needs. From the root of the repository:
+"""A network of your own for the program: a factory is all that it needs. From the root of the repository:
 
     slimstart inspect examples.own_model:make --image 1x28x28 --budget flops=0.2
     slimstart train --model examples.own_model:make --data fashion --budget flops=0.2 --epochs 12
 
-`module:factory` is looked for where Python looks for modules, and in the current folder. The factory may take
-`num_classes` and `in_channels`; what it returns is the dense network, and its forward is ordinary PyTorch.
+`module:factory` is imported from Python's path or the current folder. The factory may take `num_classes` and
+`in_channels`, and returns the dense network; its forward is ordinary PyTorch.
 """
 
 import torch

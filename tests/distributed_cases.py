@@ -1,11 +1,13 @@
-"""What the ranks of the distributed tests do; the tests compare what they return."""
+"""What the processes of the distributed tests do; the tests compare what they return."""
 
 import functools
 import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,23 @@ import torch._dynamo  # which DistributedDataParallel imports: here, once for al
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from slimstart import Flops, Paper, SparseTraining
+from slimstart import EqualWorth, Flops, Paper, SparseTraining
 from slimstart.integrations import data_parallel, synchronise_batch_norm
-from slimstart.policies.estimators import leave_one_out, leave_one_out_of, vr_pge
+from slimstart.narrow import Networks
+from slimstart.policies.estimators import vr_pge
 from slimstart.ranks import Ranks
 from slimstart.recipes.program import Program
 from slimstart.recipes.recipe import Recipe
 from slimstart.recipes.runs import Run
 from slimstart.recipes.surroundings import Place
 from slimstart.steps import PlainTraining
-from slimstart.steps.together import Together
 from tests.settings import arguments
 
 EXAMPLE = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
+WIDTHS = EqualWorth(resample_every=2, align=1)  # of 60 steps, 12 are the search: six changes
 
 
 class Residual(nn.Module):
@@ -38,16 +42,18 @@ class Residual(nn.Module):
         super().__init__()
         self.stem, self.norm1 = nn.Conv2d(1, 8, 3, stride=2, padding=1), norm(8)
         self.inner, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), norm(8)
+        self.last, self.norm3 = nn.Conv2d(8, 8, 3, padding=1), norm(8)
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm1(self.stem(x)))
         x = torch.relu(x + self.norm2(self.inner(x)))
+        x = torch.relu(self.norm3(self.last(x)))
         return self.head(x.mean((2, 3)))
 
 
-def network(norm: str) -> nn.Module:
-    torch.manual_seed(0)
+def network(norm: str, seed: int = 0) -> Residual:
+    torch.manual_seed(seed)
     model = Residual(nn.BatchNorm2d if norm == "batch" else lambda _: nn.Identity())
     return model.double()
 
@@ -56,11 +62,11 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(images), labels)
 
 
-def batches(ranks: Ranks, num: int = 9) -> list[tuple[Tensor, Tensor]]:
-    """Every third batch is short, and no rank has as much of it as another; these are one rank's shares."""
+def batches(ranks: Ranks, num: int = 9, even: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """One process's shares. Unless `even`, every third batch is short, and no process has as much as another."""
     generator, found = torch.Generator().manual_seed(1), []
     for number in range(num):
-        n = 5 if number % 3 == 2 else 8
+        n = 5 if number % 3 == 2 and not even else 8
         images = torch.randn(n, 1, 8, 8, generator=generator, dtype=torch.float64)
         labels = torch.randint(4, (n,), generator=generator)
         own = slice(n * ranks.rank // ranks.size, n * (ranks.rank + 1) // ranks.size)
@@ -72,21 +78,38 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of options that newer versions have another name for
+        return DistributedDataParallel(model, **options)
+
+
+def structure(sparse: SparseTraining) -> dict[str, int]:
+    return sparse.executed.num_filters
+
+
+# --- many processes are one ------------------------------------------------------------------------------------------
+
+
 def sparse_training(ranks: Ranks, norm: str, **settings: Any) -> dict[str, Any]:
-    """A search, settled, trained on, finished."""
+    """A search by `step`, settled, trained on, finished."""
     model = network(norm)
     if ranks.size > 1:
         model = synchronise_batch_norm(model)
-        if ranks.rank > 0:  # all begin with the weights of rank 0
+        if ranks.rank > 0:  # all begin with the weights of the first
             model.head.weight.data.zero_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wrap = data_parallel if ranks.size > 1 else None
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, **arguments(**settings))
+    optimizer = sgd(model)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), **arguments(**settings))
+    parallel = data_parallel(model) if ranks.size > 1 else None
     found: dict[str, Any] = {"losses": [], "masks": []}
     for batch in batches(ranks):
         found["masks"].append(sparse.mask)
         found["losses"].append(sparse.step(cross_entropy, *batch))
-    found["keep_probs"], found["searched"] = sparse.keep_probs, state(model)
+    found["keep_probs"], found["searched"] = sparse.keep_probs, sparse.state_dict()["model"]
     found["snapshot"] = state(sparse.snapshot(batches(ranks, 2), cross_entropy))
     sparse.settle(batches(ranks, 2), cross_entropy, num_samples=3)
     found["settled"] = sparse.mask
@@ -94,7 +117,7 @@ def sparse_training(ranks: Ranks, norm: str, **settings: Any) -> dict[str, Any]:
     found["momentum"] = {str(k): v["momentum_buffer"] for k, v in optimizer.state_dict()["state"].items()}
     found["finished"] = state(sparse.finish(batches(ranks, 2), cross_entropy))
     found["count"] = sparse.num_examples
-    found["reason"] = sparse.reason
+    del parallel
     return found
 
 
@@ -106,39 +129,35 @@ def plain_training(ranks: Ranks, norm: str) -> dict[str, Any]:
     return {"losses": losses, "model": state(model), "count": training.num_examples}
 
 
-def own_loop(ranks: Ranks) -> dict[str, Any]:
-    """A user's own loop around PyTorch's own wrapper; only even batches, whose gradients need no weights."""
+def by_hand(ranks: Ranks) -> dict[str, Any]:
+    """The paper's policy in a loop by hand; only even batches, whose gradients need no weights."""
     model = network("none")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wrap = DistributedDataParallel if ranks.size > 1 else None
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=wrap, policy=Paper(resample_every=2))
-    wrappers = []
-    for images, labels in [batch for number, batch in enumerate(batches(ranks)) if number % 3 < 2]:
-        net = sparse.net
-        wrappers.append(net)
-        assert isinstance(net, DistributedDataParallel) == (ranks.size > 1)
+    optimizer = sgd(model)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=Paper(resample_every=2))
+    net = wrapped(model) if ranks.size > 1 else model
+    masks = []
+    for images, labels in batches(ranks, even=True):
+        masks.append(sparse.mask)
         loss = cross_entropy(net, images, labels)
         losses = [cross_entropy(one, images, labels) for one in sparse.references()]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        sparse.update(loss, losses)
-    return {"model": state(model), "keep_probs": sparse.keep_probs, "kept": wrappers[0] is wrappers[1]}
+        sparse.update(loss, losses, count=len(labels))
+    return {"model": state(model), "dense": sparse.state_dict()["model"], "s": sparse.keep_probs, "masks": masks}
 
 
 CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "no norm": lambda ranks: sparse_training(ranks, "none"),
     "batch norm, padded": lambda ranks: sparse_training(ranks, "batch", align=4),
-    "equal worth": lambda ranks: sparse_training(
-        ranks, "batch", policy="equal_worth", resample_every=1, total_steps=25
-    ),
+    "equal worth": lambda ranks: sparse_training(ranks, "batch", policy=WIDTHS, total_steps=45),
     "held, clipped": lambda ranks: sparse_training(ranks, "batch", resample_every=3, max_grad_norm=0.5),
-    "dense model at home": lambda ranks: sparse_training(ranks, "batch", resample_every=2, full_model_device="cpu"),
+    "dense model on the host": lambda ranks: sparse_training(ranks, "batch", resample_every=2, full_model_device="cpu"),
     "symmetric, one mask per stream": lambda ranks: sparse_training(
         ranks, "none", estimator="vr_pge_symmetric", coupling="stream"
     ),
     "plain": lambda ranks: plain_training(ranks, "batch"),
-    "own loop": lambda ranks: own_loop(ranks),
+    "by hand": lambda ranks: by_hand(ranks),
 }
 
 
@@ -147,17 +166,247 @@ def several(ranks: Ranks, names: Sequence[str]) -> dict[str, Any]:
     return {name: CASES[name](ranks) for name in names}
 
 
+# --- DistributedDataParallel, before or after, inside or outside ----------------------------------------------------
+
+WAYS = [
+    (order, given, loop)
+    for order, given in (("before", "wrapper"), ("before", "module"), ("after", "module"))
+    for loop in ("own loop", "step")
+]
+
+
+def train_widths(ranks: Ranks, order: str, given: str, loop: str, num: int = 14, **options: Any) -> dict[str, Any]:
+    """Widths are learned from gradients, in the user's plain loop or by `step`."""
+    model = network("batch")
+    if ranks.size > 1:
+        model = synchronise_batch_norm(model)
+    optimizer = sgd(model)
+    net: nn.Module = model
+    if ranks.size > 1 and order == "before":
+        net = wrapped(model, **options)
+    sparse = SparseTraining(
+        net if given == "wrapper" else model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60
+    )
+    if ranks.size > 1 and order == "after":
+        net = wrapped(model, **options)
+    before, losses, structures = net, [], [structure(sparse)]
+    for images, labels in batches(ranks, num, even=True):
+        if loop == "step":
+            losses.append(sparse.step(cross_entropy, images, labels))
+        else:
+            loss = F.cross_entropy(net(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(ranks.total(loss) / ranks.size)
+        structures.append(structure(sparse))
+    assert net is before
+    found = {"losses": losses, "structures": structures, "settled": sparse.settled, "masks": sparse.mask}
+    found |= {"dense": sparse.state_dict()["model"], "optimizer": optimizer.state_dict()["state"]}
+    finished = sparse.finish()
+    assert finished is (net if given == "wrapper" else model)
+    optimizer.zero_grad()
+    F.cross_entropy(net(images), labels).backward()  # it goes on as plain data-parallel training
+    found["gradients"] = [parameter.grad for parameter in model.parameters()]
+    return found | {"model": state(model)}
+
+
+def all_ways(ranks: Ranks) -> dict[str, Any]:
+    return {" ".join(way): train_widths(ranks, *way) for way in WAYS}
+
+
+def batch_norm_of_each(ranks: Ranks) -> dict[str, Any]:
+    """Plain batch norm in the plain loop: each process has statistics of its own, until they are stored."""
+    found = {}
+    for name, options in {"sync": {}, "no sync": {"broadcast_buffers": False}}.items():
+        model = network("batch")
+        optimizer = sgd(model)
+        sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
+        net = wrapped(model, **options)
+        dist.set_debug_level(dist.DebugLevel.INFO)  # compare processes after every change
+        for images, labels in batches(ranks, 8, even=True):
+            optimizer.zero_grad()
+            F.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+        dist.set_debug_level(dist.DebugLevel.OFF)
+        dense = sparse.state_dict()["model"]
+        found[name] = {"dense": dense, "changes": sparse.learner.num_rounds, "model": state(sparse.finish())}
+    return found
+
+
+# --- options and communication hooks ---------------------------------------------------------------------------------
+
+
+class Partly(Residual):
+    """With a layer that only odd steps use."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: nn.Identity())
+        self.extra = nn.Conv2d(8, 8, 1)
+        self.use = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        x = torch.relu(x + self.inner(x))
+        if self.use:
+            x = x + self.extra(x)
+        return self.head(torch.relu(self.last(x)).mean((2, 3)))
+
+
+def counting(net: DistributedDataParallel) -> list[int]:
+    """Count the bytes of every bucket that is exchanged."""
+    sent: list[int] = []
+
+    def count(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sent.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / 2)
+
+    net.register_comm_hook(None, count)
+    return sent
+
+
+def with_options(ranks: Ranks, options: dict[str, Any], partly: bool = False) -> dict[str, Any]:
+    """What is exchanged at every step over several changes, and what the wrapper says of itself."""
+    torch.manual_seed(0)
+    model: Any = Partly().double() if partly else network("none")
+    optimizer = sgd(model)
+    net = wrapped(model, **options)
+    sent = counting(net)
+    sparse = SparseTraining(net, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
+    found: dict[str, Any] = {"sent": [], "said": [], "views": [], "structures": []}
+    for number, (images, labels) in enumerate(batches(ranks, 12, even=True)):
+        model.use = number % 2 == 1
+        found["said"].append(sparse.gradient_bytes)
+        found["structures"].append(structure(sparse))
+        sent.clear()
+        optimizer.zero_grad()
+        F.cross_entropy(net(images), labels).backward()
+        storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+        found["views"].append(len(storages))
+        optimizer.step()
+        found["sent"].append(list(sent))
+    names = "gradient_as_bucket_view static_graph find_unused_parameters bucket_cap_bytes broadcast_buffers".split()
+    found["said of itself"] = {name: net._get_ddp_logging_data().get(name) for name in names}
+    return found | {"model": state(model), "dense_bytes": sparse.dense_gradient_bytes}
+
+
+def all_options(ranks: Ranks) -> dict[str, Any]:
+    return {
+        "none": with_options(ranks, {}),
+        "gradient_as_bucket_view": with_options(ranks, {"gradient_as_bucket_view": True}),
+        "static_graph": with_options(ranks, {"static_graph": True}),
+        "find_unused_parameters": with_options(ranks, {"find_unused_parameters": True}, partly=True),
+        "broadcast_buffers": with_options(ranks, {"broadcast_buffers": False}),
+        "bucket_cap_bytes": with_options(ranks, {"bucket_cap_mb": 0.001}),
+    }
+
+
+def hooks_of_pytorch(ranks: Ranks) -> dict[str, Any]:
+    """A built-in hook, whose gradients are rounded to float16, and PowerSGD, which keeps tensors of its own."""
+    found: dict[str, Any] = {}
+    for name in ("built in", "power"):
+        model = network("none").float()
+        optimizer = sgd(model)
+        net = wrapped(model)  # one bucket: of several, PowerSGD over gloo exchanges parts in no fixed order
+        power = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+        if name == "power":
+            net.register_comm_hook(power, powerSGD_hook)
+        else:
+            net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        policy = EqualWorth(resample_every=4, align=1)
+        sparse = SparseTraining(net, optimizer, EXAMPLE.float(), Flops(0.4), policy=policy, total_steps=100)
+        found[name] = {"seen": [], "changes": 0}
+        for images, labels in batches(ranks, 14, even=True):
+            optimizer.zero_grad()
+            F.cross_entropy(net(images.float()), labels).backward()
+            if name == "power":
+                found[name]["seen"].append(len(power.error_dict) > 0)
+            else:  # the mean of two numbers in float16: of all of them at once, by chance, hardly
+                grads = [p.grad for p in model.parameters()]
+                found[name]["seen"].append(all(torch.equal(2 * g, (2 * g).half().float()) for g in grads))
+            optimizer.step()
+        found[name] |= {"changes": sparse.learner.num_rounds, "model": state(model)}
+        found[name]["hook"] = net._get_ddp_logging_data()["comm_hook"]
+    return found
+
+
+def refused(ranks: Ranks) -> dict[str, list[str]]:
+    """Options that cannot follow, when the wrapper comes before, and when it comes after."""
+    half = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    found: dict[str, list[str]] = {}
+    for name in ("mixed_precision", "delay_all_reduce_named_params", "join()"):
+        found[name] = []
+        for order in ("before", "after"):
+            model = network("none")
+            optimizer = sgd(model)
+            options: dict[str, Any] = {}
+            if name == "mixed_precision":
+                options = {name: half}
+            elif name == "delay_all_reduce_named_params":
+                options = {name: [("head.weight", model.head.weight)], "param_to_hook_all_reduce": model.head.weight}
+            make = functools.partial(SparseTraining, model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS)
+            sparse = make() if order == "after" else None
+            net = wrapped(model, **options)
+            if name == "join()":
+                net._join_config = net._join_config._replace(enable=True)
+            before = state(model)
+            try:
+                sparse = sparse or make()
+                sparse.step(cross_entropy, *batches(ranks)[0])
+            except ValueError as error:
+                found[name].append(str(error))
+            assert order == "after" or all(torch.equal(a, before[k]) for k, a in state(model).items())
+    return found
+
+
+def accumulated(ranks: Ranks) -> dict[str, Any]:
+    """Two halves of a batch, of which only the second exchanges gradients."""
+    model = network("none")
+    optimizer = sgd(model)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
+    net = wrapped(model) if ranks.size > 1 else None
+    for images, labels in batches(ranks, 10, even=True):
+        optimizer.zero_grad()
+        with net.no_sync() if net is not None else torch.enable_grad():
+            (F.cross_entropy((net or model)(images[::2]), labels[::2]) / 2).backward()
+        (F.cross_entropy((net or model)(images[1::2]), labels[1::2]) / 2).backward()
+        optimizer.step()
+    return {"model": state(model), "mask": sparse.mask, "changes": sparse.learner.num_rounds}
+
+
+# --- processes begin alike -------------------------------------------------------------------------------------------
+
+
+def other_seeds(ranks: Ranks, loop: str, order: str) -> dict[str, Any]:
+    """Processes with different weights; after a first step, of learning rate zero, all have those of process 0."""
+    model = network("batch", seed=ranks.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    net = data_parallel(model) if order == "before" else None
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS)
+    before = sparse.state_dict()["model"]
+    net = net or data_parallel(model)
+    images, labels = batches(ranks)[0]
+    if loop == "step":
+        sparse.step(cross_entropy, images, labels)
+    else:
+        F.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+    kept = {name: {k: v for k, v in one.items() if "running" not in k and "num_batches" not in k}
+            for name, one in {"before": before, "after": sparse.state_dict()["model"]}.items()}  # fmt: skip
+    return kept | {"narrow": {k: v for k, v in state(model).items() if k in dict(model.named_parameters())}}
+
+
 def per_rank_batch_norm(ranks: Ranks) -> dict[str, Any]:
-    """Statistics of each rank's own examples: what is kept of them is alike on all ranks."""
+    """Statistics of each process's own examples: what is kept of them is alike on all processes."""
     model = network("batch")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparse = SparseTraining(
-        model, optimizer, EXAMPLE, Flops(1.0), wrap=data_parallel, policy=Paper(sampling="bernoulli")
-    )
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(1.0), policy=Paper(sampling="bernoulli"))
+    parallel = data_parallel(model)
     images, labels = batches(ranks)[0]
     stem = model.stem(images).detach()
     sparse.step(cross_entropy, images, labels)
     every = ranks.gather(stem)
+    del parallel
     return {"mean": model.norm1.running_mean.clone(), "stems": every, "state": state(model)}
 
 
@@ -187,7 +436,7 @@ def batch_norm_layer(ranks: Ranks) -> dict[str, Any]:
 def too_little(ranks: Ranks) -> str:
     layer = synchronise_batch_norm(nn.BatchNorm1d(3))
     try:
-        layer(torch.zeros(1 - ranks.rank, 3))  # one value, on one of the ranks
+        layer(torch.zeros(1 - ranks.rank, 3))  # one value, on one of the processes
     except ValueError as error:
         return str(error)
     return ""
@@ -196,19 +445,16 @@ def too_little(ranks: Ranks) -> str:
 # --- the structure's gradient, enumerated ----------------------------------------------------------------------------
 
 
-def enumerated(ranks: Ranks, spread: bool) -> Tensor:
-    """The mean over all draws of an estimator of two ranks, whose masks have any losses, and counts 3 and 5."""
+def enumerated(ranks: Ranks) -> Tensor:
+    """The mean over all draws of the estimator of two processes, whose masks have any losses, and counts 3 and 5."""
     s, num_units = torch.tensor([0.3, 0.6], dtype=torch.float64), 2
     masks = torch.tensor(list(itertools.product([False, True], repeat=num_units)))
     losses = torch.rand(ranks.size, len(masks), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     chances = torch.where(masks, s, 1 - s).prod(1)
-    num_masks = 3 if spread else 2
-    together = Together(ranks, num_masks, spread)
     total = torch.zeros(num_units, dtype=torch.float64)
-    for draw in itertools.product(range(len(masks)), repeat=num_masks):
-        own = [losses[ranks.rank, k] for k in (draw[0], *draw[together.own])]
-        found = torch.stack(list(together.average(own, (3, 5)[ranks.rank], nn.Identity()).losses))
-        gradient = (leave_one_out if spread else vr_pge)(found, masks[list(draw)], s, 1.0)
+    for draw in itertools.product(range(len(masks)), repeat=2):
+        found = ranks.average([losses[ranks.rank, k] for k in draw], (3, 5)[ranks.rank]).losses
+        gradient = vr_pge(torch.stack(list(found)), masks[list(draw)], s, 1.0)
         total += chances[list(draw)].prod() * gradient
     return total
 
@@ -216,68 +462,82 @@ def enumerated(ranks: Ranks, spread: bool) -> Tensor:
 # --- what can go wrong -----------------------------------------------------------------------------------------------
 
 
-def spread_references(ranks: Ranks) -> dict[str, Any]:
-    model = network("none")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"wrap": data_parallel, "spread_references": True}
-    estimator = leave_one_out_of(1 + 2 * ranks.size)
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=Paper(estimator), **settings)
-    num_references = len(list(sparse.references()))
-    losses = [sparse.step(cross_entropy, *batch) for batch in batches(ranks)]
+@contextmanager
+def prepare_fails() -> Iterator[None]:
+    original = Networks.prepare
+
+    def prepare(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room for the next structure")
+
+    Networks.prepare = prepare  # type: ignore[method-assign]
     try:
-        model = network("none")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy="paper", **settings)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    return {"losses": losses, "keep_probs": sparse.keep_probs, "num_references": num_references, "refused": refused}
+        yield
+    finally:
+        Networks.prepare = original  # type: ignore[method-assign]
 
 
-def traffic(ranks: Ranks) -> dict[str, Any]:
-    """Bytes that the wrapper exchanges, counted in its buckets, beside what the training says."""
-    sent: list[int] = []
+def one_cannot_change(ranks: Ranks, policy: str) -> dict[str, Any]:
+    """On process 1 a change cannot be prepared; afterwards both go on."""
+    model = synchronise_batch_norm(network("batch"))
+    optimizer = sgd(model)
+    chosen = WIDTHS if policy == "equal_worth" else Paper()
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=chosen, total_steps=60)
+    net = data_parallel(model)
 
-    def counted(net: nn.Module) -> nn.Module:
-        wrapped = data_parallel(net)
+    def step(images: Tensor, labels: Tensor) -> None:
+        if policy == "paper":
+            sparse.step(cross_entropy, images, labels)
+        else:
+            optimizer.zero_grad()
+            F.cross_entropy(net(images), labels).backward()
+            optimizer.step()
 
-        def count(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            sent.append(bucket.buffer().numel() * bucket.buffer().element_size())
-            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / 2)
+    def known() -> dict[str, Any]:
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        found = {"mask": sparse.mask, "s": sparse.keep_probs, "steps": sparse.num_steps, "shapes": shapes}
+        observed = {} if policy == "paper" else {"rounds": sparse.learner.num_rounds}
+        return found | observed | {"flops": sparse.executed_flops}
 
-        wrapped.register_comm_hook(None, count)
-        return wrapped
-
-    model = network("batch")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.3), wrap=counted, policy="paper")
-    said, counts = [], []
-    for batch in batches(ranks, 4):
-        said.append(sparse.gradient_bytes)
-        sent.clear()
-        sparse.step(cross_entropy, *batch)
-        counts.append(sum(sent))
-    return {"said": said, "counts": counts, "dense": sparse.dense_gradient_bytes}
+    data = batches(ranks, 12, even=True)
+    for batch in data[:3]:
+        step(*batch)
+    before, error = known(), None
+    try:
+        if ranks.rank == 1:
+            with prepare_fails():
+                step(*data[3])
+        else:
+            step(*data[3])
+    except (MemoryError, RuntimeError) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    after, weights = known(), state(model)
+    for batch in data[4:]:
+        step(*batch)
+    return {"before": before, "after": after, "error": error, "weights": weights} | {
+        "end": known(), "dense": sparse.state_dict()["model"]
+    }  # fmt: skip
 
 
 def out_of_step(ranks: Ranks, what: str, **settings: Any) -> str:
-    """Ranks that differ: in their seeds, or in a weight that only one of them has changed."""
+    """Processes that differ: in their seeds, in how far they are, or in a weight that only one of them has changed."""
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seed = ranks.rank if what == "seed" else 0
-    sparse = SparseTraining(
-        model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, policy=Paper(seed=seed), **settings
-    )
+    policy = Paper(seed=ranks.rank if what == "seed" else 0, resample_every=1 if what != "steps" else 100)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=policy, **settings)
+    if what == "steps" and ranks.rank == 1:
+        sparse.num_steps = 7
+    parallel = DistributedDataParallel(model, init_sync=False)
     for number, batch in enumerate(batches(ranks, 3)):
         if number == 1 and ranks.rank == 1:
-            sparse.net.module.head.bias.data.add_(1)
+            model.head.bias.data.add_(1)
         if number == 1:  # unseen without
             dist.set_debug_level(dist.DebugLevel.INFO)
         sparse.step(cross_entropy, *batch)
+    del parallel
     return "unseen"
 
 
-def out_of_step_at_home(ranks: Ranks) -> str:
+def out_of_step_on_the_host(ranks: Ranks) -> str:
     return out_of_step(ranks, "weight", full_model_device="cpu")
 
 
@@ -285,8 +545,36 @@ def out_of_reach(ranks: Ranks) -> str:
     """A group that exchanges tensors on GPUs alone, and a dense model on the host."""
     model = synchronise_batch_norm(network("batch"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, full_model_device="cpu", policy="paper")
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), full_model_device="cpu", policy="paper")
+    parallel = data_parallel(model, init_sync=False)
+    sparse.step(cross_entropy, *batches(ranks)[0])
+    del parallel
     return "reached"
+
+
+def wrapped_late(ranks: Ranks) -> dict[str, Any]:
+    """A wrapper made after the first steps is found at the next change; one around another module is refused."""
+    model = network("none")
+    optimizer = sgd(model)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
+    whole = batches(Ranks(), 6)
+    sparse.step(cross_entropy, *whole[0])
+    alone = sparse.process_group.size
+    net = wrapped(model)
+    for images, labels in batches(ranks, 6, even=True):
+        optimizer.zero_grad()
+        F.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+    found = {"sizes": (alone, sparse.process_group.size), "dense": sparse.state_dict()["model"]}
+    model = network("none")
+    outer = wrapped(nn.Sequential(model))
+    sparse = SparseTraining(model, sgd(model), EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
+    try:
+        sparse.step(cross_entropy, *whole[0])
+    except RuntimeError as error:
+        found["error"] = str(error)
+    del outer
+    return found
 
 
 def first_fails(ranks: Ranks) -> tuple[str, float]:
@@ -299,18 +587,26 @@ def first_fails(ranks: Ranks) -> tuple[str, float]:
     return "", -1
 
 
-def lost(ranks: Ranks, how: int) -> tuple[str, float]:
-    """The last rank is killed, or stops answering; the others train on, and must find out."""
+def lost(ranks: Ranks, how: int, loop: str) -> tuple[str, float]:
+    """The last process is killed, or stops answering; the others train on, and must find out."""
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), wrap=data_parallel, policy="paper")
+    policy = WIDTHS if loop == "own loop" else Paper()
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=policy, total_steps=600)
+    net = data_parallel(model)
     began = time.monotonic()
-    for number, batch in enumerate(batches(ranks) * 10):
-        if number == 3 and ranks.rank == ranks.size - 1:
+    for number, (images, labels) in enumerate(batches(ranks, even=True) * 10):
+        doomed = number == 3 and ranks.rank == ranks.size - 1
+        if doomed and loop == "step":
             os.kill(os.getpid(), how)
         began = time.monotonic() if number == 2 else began
+        if loop == "own loop":
+            optimizer.zero_grad()
+            F.cross_entropy(net(images), labels).backward()
+        if doomed:  # the structure is about to change, in the other processes
+            os.kill(os.getpid(), how)
         try:
-            sparse.step(cross_entropy, *batch)
+            optimizer.step() if loop == "own loop" else sparse.step(cross_entropy, images, labels)
         except Exception as error:
             return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "nothing", 0.0
@@ -330,7 +626,7 @@ def program(ranks: Ranks, folder: Path, recipe: Recipe, checkpoint_seconds: floa
 
 
 def killed_program(ranks: Ranks, folder: Path, recipe: Recipe) -> Any:
-    """The same, with a network that ends rank 1 after four steps."""
+    """The same, with a network that ends process 1 after four steps."""
     os.environ.update(killing(folder), RANK=str(ranks.rank), TORCHELASTIC_RESTART_COUNT="0")
     return program(ranks, folder, recipe, checkpoint_seconds=0)
 

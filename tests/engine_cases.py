@@ -6,7 +6,9 @@ Imported by `test_gpu_engine.py` and by `test_graph_engine.py`, each with a fixt
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from slimstart.baselines.relaxations import RELAXATIONS, make_gates
 from slimstart.kernels.depthwise import Window
 from slimstart.narrow.gating import Gated
 from slimstart.steps import PlainTraining
+from slimstart.steps.captured import CapturedStep
 from tests.settings import arguments
 from tests.zoo import ZOO
 
@@ -59,6 +62,15 @@ def captures(sparse: SparseTraining) -> int:
     return sparse._steps.num_captures
 
 
+def dense(sparse: SparseTraining) -> dict[str, Tensor]:
+    """Weights and optimizer state of all channels, by name."""
+    state, names = sparse.state_dict(), [name for name, _ in sparse.model.named_parameters()]
+    found = dict(state["model"])
+    for index, entries in state["optimizers"][0]["state"].items():
+        found |= {f"{names[index]}, {key}": value for key, value in entries.items() if isinstance(value, Tensor)}
+    return found
+
+
 def both(device: str, data: Batches, step: Callable[..., Tensor] | None = None, **settings: Any) -> SparseTraining:
     """Train with graphs and eagerly; the losses must agree. Returns the training with graphs."""
     runs = [small(device, engine=engine, **settings) for engine in ("graphs", "eager")]
@@ -86,7 +98,7 @@ def trained(device: str, name: str, coupling: str, engine: str, resample_every: 
     if engine == "graphs":
         assert captures(sparse) > 0
         assert sparse.reason is None
-    return [float(loss) for loss in losses], {**model.state_dict(), "s": sparse.keep_probs}
+    return [float(loss) for loss in losses], {**sparse.state_dict()["model"], "s": sparse.keep_probs}
 
 
 @pytest.mark.parametrize(
@@ -141,16 +153,25 @@ def test_learning_rates_and_short_batches_take_effect(device: str) -> None:
     assert found[0] == pytest.approx(found[1], abs=TOLERANCE)
 
 
-def test_room_that_changes_is_captured_anew_and_fused_again(device: str) -> None:
-    data = batches(device, 6)
-    sparse = both(device, data, resample_every=2)
-    before = captures(sparse)
-    sparse._networks.slots.room.units.clamp_(max=3)  # type: ignore[attr-defined]  # as if it had been made too small
-    sparse._networks._seating._room.clamp_(max=3)  # type: ignore[attr-defined]
-    for batch in data:
+def test_capacity_that_changes_is_captured_again_and_fused_again(device: str) -> None:
+    data = batches(device, 8)
+    sparse = small(device, resample_every=2)
+    for batch in data[:4]:
         sparse.step(loss_fn, *batch)
+    state, before = sparse.state_dict(), captures(sparse)
+    groups = sparse.graph.costs.unit_group
+    kept = [torch.bincount(groups[mask], minlength=len(sparse.graph.groups)) for mask in state["masks"]]
+    state["capacity"]["units"] = torch.stack(kept).amax(0)  # just enough for this draw
+    eager = small(device, resample_every=2, engine="eager")
+    for training in (sparse, eager):
+        training.load_state_dict(state)
+    flops = sparse.executed_flops
+    for batch in data:
+        losses = [float(training.step(loss_fn, *batch)) for training in (sparse, eager)]
+        assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+    assert sparse.executed_flops > flops
+    assert captures(sparse) >= before + 2  # of what was loaded, and with more capacity
     assert sparse._steps is not None
-    assert captures(sparse) > before
     fused = [kind.is_fused for kind in sparse._steps._kinds.values() if kind is not None]
     assert fused == [True] * len(fused) != []
 
@@ -194,8 +215,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(device: str, resample_every: 
     sparse, data = small(device, resample_every=resample_every), batches(device, 6)
     for batch in data:
         sparse.step(loss_fn, *batch)
-    before = {k: v.clone() for k, v in sparse.model.state_dict().items()}
-    s, steps = sparse.keep_probs, sparse.num_steps
+    before, s, steps = dense(sparse), sparse.keep_probs, sparse.num_steps
     bad = torch.full_like(data[0][0], float("nan"))
 
     def go_on() -> None:
@@ -208,7 +228,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(device: str, resample_every: 
         go_on()
     assert sparse.num_steps == steps
     torch.testing.assert_close(sparse.keep_probs, s, rtol=0, atol=0)
-    for key, value in sparse.model.state_dict().items():
+    for key, value in dense(sparse).items():
         torch.testing.assert_close(value, before[key], rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}")
     assert all(torch.isfinite(sparse.step(loss_fn, *batch)) for batch in data)
 
@@ -392,7 +412,7 @@ def test_what_also_learns_is_told_of_every_step(device: str, engine: str) -> Non
 def test_verbs_by_hand_work_beside_graphs(device: str) -> None:
     by_hand, by_step = small(device), small(device)
     for batch in batches(device, 6):
-        loss = loss_fn(by_hand.net, *batch)
+        loss = loss_fn(by_hand.model, *batch)
         with torch.no_grad():
             reference = loss_fn(by_hand.reference, *batch)
         by_hand.optimizer.zero_grad()
@@ -402,8 +422,8 @@ def test_verbs_by_hand_work_beside_graphs(device: str) -> None:
         assert float(loss.detach()) == pytest.approx(float(by_step.step(loss_fn, *batch)), abs=TOLERANCE)
 
 
-def test_graphs_need_room_to_spare(device: str) -> None:
-    with pytest.raises(ValueError, match="`engine` is 'graphs' and `align` 1"):
+def test_graphs_need_capacity_to_spare(device: str) -> None:
+    with pytest.raises(ValueError, match="`engine` is 'graphs', but `align` is 1"):
         small(device, align=1)
     sparse = small(device, engine="auto", align=1)
     assert sparse.engine == "eager"
@@ -475,10 +495,21 @@ def test_depthwise_convolutions_have_kernels_that_do_for_all_widths(
     assert sparse.reason is None
     paper = SparseTraining(net, SGD(net.parameters(), 0.01), images, Flops(0.5), policy="paper", engine="graphs")
     done.clear()
-    paper.finish([(images, labels)], loss_fn, num_samples=3)
-    assert len(done) == 4  # what it might have been, and what it is
     paper.settle([(images, labels)], loss_fn, num_samples=3)
-    assert len(done) == 8
+    assert len(done) == 4  # what it might have been, and what it is
+    paper.finish([(images, labels)], loss_fn)
+    assert len(done) == 5
+
+
+def check_padding(sparse: SparseTraining, name: str) -> None:
+    """A padded parameter, and its optimizer state, hold the numbers of the exact network, and zeros."""
+    parameter, selection, state = sparse.model.get_parameter(name), sparse.graph.select(sparse.mask), dense(sparse)
+    assert parameter.numel() > selection.gather(name, state[name]).numel()
+    held = {key: value for key, value in sparse.optimizer.state[parameter].items() if value.dim() > 0}
+    assert held
+    for key, padded in ((name, parameter.detach()), *((f"{name}, {key}", value) for key, value in held.items())):
+        exact = selection.gather(name, state[key])
+        assert torch.equal(padded[padded != 0].sort().values, exact[exact != 0].sort().values), key
 
 
 def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw(device: str) -> None:
@@ -488,22 +519,132 @@ def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw
         if number == 6:
             frozen.requires_grad_(True)
         sparse.step(loss_fn, *batch)
-    networks: Any = sparse._networks
-    weight = networks.net.parameters["stage2.1.conv1.weight"]
-    passengers = networks.occupied["stage2.1.conv1.weight"] == 0
-    assert bool(passengers.any())
-    for tensor in (weight.detach(), *(sparse.optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq"))):
-        assert not bool(tensor[passengers].any())
+    check_padding(sparse, "stage2.1.conv1.weight")
 
 
 def test_a_parameter_may_be_thawed(device: str) -> None:
-    runs = [small(device, engine=engine, resample_every=4) for engine in ("graphs", "eager")]
-    frozen = [sparse.model.get_parameter("stage2.1.conv1.weight").requires_grad_(False) for sparse in runs]
-    before = frozen[0].detach().clone()
+    runs, name = [small(device, engine=engine, resample_every=4) for engine in ("graphs", "eager")], "stage2.1.conv1"
+    frozen = [sparse.model.get_parameter(f"{name}.weight").requires_grad_(False) for sparse in runs]
+    before = dense(runs[0])[f"{name}.weight"]
     for number, batch in enumerate(batches(device, 10)):
         for parameter in frozen:
             parameter.requires_grad_(number >= 6)
         losses = [float(sparse.step(loss_fn, *batch)) for sparse in runs]
         assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
-    runs[0].sync()
-    assert not torch.equal(frozen[0], before)
+        assert torch.equal(dense(runs[0])[f"{name}.weight"], before) == (number < 6)
+
+
+def test_padding_is_nowhere_to_be_seen(device: str) -> None:
+    sparse, data = small(device, align=4), batches(device, 5)
+    exact = small(device, engine="eager")
+    for batch in data:
+        losses = [float(training.step(loss_fn, *batch)) for training in (sparse, exact)]
+        assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+    assert sum(p.numel() for p in sparse.model.parameters()) > sum(p.numel() for p in exact.model.parameters())
+    found = [
+        (training.model.state_dict(), training.snapshot().state_dict(), training.finish(data, loss_fn).state_dict())
+        for training in (sparse, exact)
+    ]
+    for mine, its in zip(*found, strict=True):
+        assert {name: value.shape for name, value in mine.items()} == {name: value.shape for name, value in its.items()}
+        for name, value in mine.items():
+            torch.testing.assert_close(value, its[name], rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_steps_are_counted_once_and_return_what_the_loss_function_does(device: str, policy: str) -> None:
+    def with_logits(net: nn.Module, images: Tensor, labels: Tensor) -> Any:
+        logits = net(images)
+        return F.cross_entropy(logits, labels), {"logits": logits}
+
+    settings: dict[str, Any] = {"policy": policy, "resample_every": 3, "total_steps": 100}
+    graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
+    kept = []
+    for number, batch in enumerate(batches(device, 8), start=1):
+        (loss, more), (its, its_more) = (sparse.step(with_logits, *batch) for sparse in (graphs, eager))
+        kept.append((more["logits"], its_more["logits"]))
+        assert float(loss) == pytest.approx(float(its), abs=TOLERANCE)
+        assert graphs.num_steps == eager.num_steps == number
+        assert torch.equal(graphs.mask, eager.mask)
+    for mine, its in kept:  # no later step has written over them
+        assert not mine.requires_grad
+        torch.testing.assert_close(mine, its, rtol=0, atol=TOLERANCE)
+    assert captures(graphs) > 0
+    assert graphs.reason is None
+
+
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_nothing_is_captured_more_often_than_it_must_be(device: str, policy: str) -> None:
+    settings: dict[str, Any] = {"policy": policy, "resample_every": 100}
+    sparse, data = small(device, **settings), batches(device, 3)
+    for batch in data:
+        sparse.step(loss_fn, *batch)
+    kinds = 2 if policy == "paper" else 1  # the first step of a window runs references too
+    assert captures(sparse) <= kinds
+    before = captures(sparse)
+    sparse.optimizer.load_state_dict(sparse.optimizer.state_dict())  # other tensors
+    for batch in data * 2:
+        sparse.step(loss_fn, *batch)
+    assert captures(sparse) == before + 1
+    assert sparse.reason is None
+
+
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_weights_that_somebody_puts_elsewhere_are_found_there(device: str, policy: str) -> None:
+    settings: dict[str, Any] = {"policy": policy, "resample_every": 4, "total_steps": 100}
+    graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
+    for number, batch in enumerate(batches(device, 12)):
+        for sparse in (graphs, eager):
+            if number == 5:
+                sparse.model.to(memory_format=torch.channels_last)
+            if number == 7:
+                for parameter in sparse.model.parameters():
+                    parameter.data = parameter.data.clone()
+        losses = [float(sparse.step(loss_fn, *batch)) for sparse in (graphs, eager)]
+        assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE), number
+    for name, value in dense(eager).items():
+        torch.testing.assert_close(dense(graphs)[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_a_finished_training_has_no_graphs_left(device: str, policy: str) -> None:
+    sparse, data = small(device, policy=policy, resample_every=2), batches(device, 5)
+    for batch in data:
+        sparse.step(loss_fn, *batch)
+    assert sparse._steps is not None
+    kinds = [weakref.ref(kind) for kind in sparse._steps._kinds.values() if isinstance(kind, CapturedStep)]
+    assert kinds
+    model = sparse.finish(data, loss_fn)
+    gc.collect()
+    assert all(kind() is None for kind in kinds)
+    before = model.conv1.weight.detach().clone()
+    loss_fn(model, *data[0]).backward()
+    sparse.optimizer.step()
+    assert not torch.equal(model.conv1.weight, before)
+
+
+def test_what_changes_in_a_forward_is_the_same_for_both_networks(device: str) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = models.build("resnet20", num_classes=10, width=0.5)
+            self.register_buffer("num_forwards", torch.zeros(()))
+            self.register_buffer("offset", torch.linspace(-1, 1, 10))
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.num_forwards.add_(1)
+            return self.net(images) * (1 + self.num_forwards / 10) + self.offset
+
+    runs = []
+    for engine in ("graphs", "eager"):
+        torch.manual_seed(0)
+        model = Counting().to(device, torch.float64)
+        example = torch.zeros(1, 3, 16, 16, device=device, dtype=torch.float64)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        policy = Paper(resample_every=3)
+        runs.append(SparseTraining(model, optimizer, example, Flops(0.4), policy=policy, engine=engine))
+    for number, batch in enumerate(batches(device, 11), start=1):
+        losses = [float(sparse.step(loss_fn, *batch)) for sparse in runs]
+        assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+        assert [float(sparse.model.num_forwards) for sparse in runs] == [number, number]
+        torch.testing.assert_close(runs[0].keep_probs, runs[1].keep_probs, rtol=0, atol=1e-6)

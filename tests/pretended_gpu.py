@@ -1,12 +1,14 @@
-"""A GPU that is pretended: graphs are functions that run again, streams and events are nothing, tensors are the CPU's.
+"""A pretended GPU: what a graph captures is a tape of operations, streams and events do nothing, tensors are the CPU's.
 
-So all that the graph engine decides (what is captured when, what a replay reads and writes, in which order) is tested
-without a GPU. What it cannot show: races, and kernels.
+As on a GPU, capturing runs Python once and leaves no numbers behind, and a replay runs the operations on the memory
+that they had then, without Python: a hook that should have run, or should not have run in a capture, is found, and so
+is a tensor that has got other memory. Whatever would make the host wait for the device, or copy from the host, is an
+error in a capture. What a pretended GPU cannot show: races between streams, and kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +16,26 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slimstart import training
-from slimstart.steps import assembly, captured, optimizers, plain
+from slimstart.graph import ChannelGraph, Selection
+from slimstart.kernels import Moves
 from slimstart.steps import capture as capturing
+from slimstart.steps import optimizers, plain
+
+aten = torch.ops.aten
+WAITING = {
+    aten._local_scalar_dense.default: "a number is read",
+    aten.equal.default: "tensors are compared",
+    aten.nonzero.default: "a shape depends on numbers",
+    aten.masked_select.default: "a shape depends on numbers",
+    aten.repeat_interleave.Tensor: "a shape depends on numbers",
+    aten._unique2.default: "a shape depends on numbers",
+}
+# Their schemas do not say that running statistics are written.
+WRITTEN = {aten.native_batch_norm.default: (3, 4), aten.batch_norm_update_stats.default: (1, 2)}
 
 
 class Nothing:
@@ -30,31 +48,127 @@ class Nothing:
         return lambda *args, **kwargs: True
 
 
-class Graph:
-    """A captured function. Capturing executes nothing that lasts; so here, nothing at all but for what it returns."""
+class Tape(TorchDispatchMode):
+    """Operations on fixed memory; what they write while they are recorded is put back by `undo`."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
+    current: Tape | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launches: list[Callable[[], object]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory that was there before, and its contents
+        self._own: dict[int, Tensor] = {}  # memory of this capture
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in WAITING:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {WAITING[func]} by {func}")
+        for written in self._written(func, args, kwargs):
+            self.remember(written)
+        fixed_args, fixed_kwargs = tree_map_only(Tensor, fixed, (args, kwargs))
+        out = func(*args, **kwargs)
+        made = [fixed(tensor) for tensor in self._made(func, out)]
+        for tensor in made:
+            self._own.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+        def launch() -> None:
+            for mine, its in zip(made, self._made(func, func(*fixed_args, **fixed_kwargs)), strict=True):
+                if mine.data_ptr() != its.data_ptr():
+                    mine.copy_(its)
+
+        if made or any(True for _ in self._written(func, args, kwargs)):  # otherwise it is a view
+            self._launches.append(launch)
+        return out
+
+    @staticmethod
+    def _made(func: Any, out: Any) -> list[Tensor]:
+        """New tensors among the results of an operation."""
+        returns = func._schema.returns
+        found = out if len(returns) > 1 else [out] * len(returns)
+        new = [one for one, returned in zip(found, returns, strict=True) if returned.alias_info is None]
+        return [leaf for leaf in tree_leaves(new) if isinstance(leaf, Tensor)]
+
+    @staticmethod
+    def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+        for number, argument in enumerate(func._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            alias = argument.alias_info
+            if (alias is not None and alias.is_write) or number in WRITTEN.get(func, ()):
+                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+    def remember(self, tensor: Tensor) -> None:
+        """Note what memory holds, before something is written to it."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in self._before and storage.data_ptr() not in self._own:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            self._before[storage.data_ptr()] = whole, whole.clone()
+
+    def launch(self, function: Callable[[], object]) -> None:
+        """Record a kernel of ours, which is not executed now."""
+        self._launches.append(function)
+
+    def undo(self) -> None:
+        for whole, value in self._before.values():
+            whole.copy_(value)
+        self._before.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for launch in self._launches:
+            launch()
+
+
+def fixed(tensor: Tensor) -> Tensor:
+    """The memory of a tensor, whatever it gets later."""
+    return tensor.detach()
+
+
+class Graph:
+    """In the place of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self._tape = Tape()
+
+    def capture_begin(self, **_: Any) -> None:
+        assert Tape.current is None, "a capture within a capture"
+        self._random = torch.get_rng_state()
+        Tape.current = self._tape
+        self._tape.__enter__()
+
+    def capture_end(self) -> None:
+        self._tape.__exit__(None, None, None)
+        Tape.current = None
+        self._tape.undo()
+        torch.set_rng_state(self._random)
 
     def replay(self) -> None:
-        self._function()
+        assert Tape.current is None, "a replay within a capture"
+        self._tape.replay()
 
 
-def fuse(optimizer: Optimizer) -> bool:
+def is_capturing() -> bool:
+    return Tape.current is not None
+
+
+def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
     return type(optimizer) in optimizers.FUSED
+
+
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the graph engine believe in a GPU, for one test."""
     stream = Nothing()
     for name, value in {
+        "CUDAGraph": Graph,
         "Stream": Nothing,
         "Event": Nothing,
         "current_stream": lambda *_: stream,
+        "current_device": lambda: 0,
         "stream": lambda _: nullcontext(),
-        "synchronize": lambda *_: None,
+        "synchronize": _synchronize,
         "graph_pool_handle": object,
         "mem_get_info": lambda *_: (80, 100),
         "memory_reserved": lambda *_: 20,
@@ -63,18 +177,59 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         "default_generators": [type("Generator", (), {"get_offset": lambda _: 0})()],
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(capturing, "_streams", {})
+    monkeypatch.setattr(Tape, "current", None)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: _fork())
-    for module in (capturing, captured):
-        monkeypatch.setattr(module, "capture", lambda function, pool=None: Graph(function))
+    _watch_the_host(monkeypatch)
+    _launch_moves(monkeypatch)
 
     def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str, str | None]:
         return ("eager", "asked for") if engine == "eager" or not fuse(optimizer) else ("graphs", None)
 
-    for where in (assembly, plain):
+    for where in (training, plain):
         monkeypatch.setattr(where, "choose", choose)
     monkeypatch.setattr(training, "fuse", fuse)
     monkeypatch.setattr(plain, "fuse_optimizer", fuse)
+
+
+def _synchronize(*_: Any) -> None:
+    if is_capturing():
+        raise RuntimeError("operation not permitted when stream is capturing: the host waits for the device")
+
+
+def _watch_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all memory is the host's, so a copy to the other side is not seen: what the host computes for it is."""
+    for owner, name in (
+        (Tensor, "cpu"),
+        (ChannelGraph, "select"),
+        (ChannelGraph, "units_along"),
+        (Selection, "positions"),
+    ):
+        method = getattr(owner, name)
+
+        def watched(it: Any, *args: Any, method: Any = method, **kwargs: Any) -> Any:
+            _synchronize()
+            return method(it, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+
+
+def _launch_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move is one kernel on a GPU. In plain torch it asks how many positions are padding."""
+    for name in ("gather_", "scatter_"):
+        move = getattr(Moves, name)
+
+        def launched(moves: Moves, row: Tensor, move: Any = move) -> None:
+            if Tape.current is None:
+                move(moves, row)
+            else:
+                row = fixed(row)
+                moves._check(row)
+                Tape.current.launch(lambda: move(moves, row))
+
+        monkeypatch.setattr(Moves, name, launched)
 
 
 _real_fork = torch.random.fork_rng

@@ -25,6 +25,7 @@ from slimstart.narrow.model_state import ModelState
 FORMAT = "slimstart.training/2"
 _KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "capacity", "pending"}
 _KEYS |= {"policy", "model", "optimizers", "random"}
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # a scheduler's, in groups
 
 _SEAL = b"\nslimstart blake2b "
 _DIGEST_SIZE = 32
@@ -153,21 +154,22 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
             raise CheckpointError(
                 f"the state dict has {key}={state[key]!r}, this training {own!r}: other network, policy or `keep`"
             )
-    for key, kind in (
-        ("num_steps", int),
-        ("held_steps", int),
-        ("settled", bool),
-        ("policy", Mapping),
-        ("model", Mapping),
-    ):
+    for key in ("num_steps", "held_steps"):
+        if type(state[key]) is not int or state[key] < 0:
+            raise CheckpointError(f"the state dict has {key}={state[key]!r}, which is no number of steps")
+    for key, kind in (("settled", bool), ("policy", Mapping), ("model", Mapping)):
         if not isinstance(state[key], kind):
-            raise CheckpointError(f"the state dict has {key}={state[key]!r}, which is no {kind.__name__}")
+            raise CheckpointError(f"the state dict's {key} is no {kind.__name__}")
     dense = {name: networks.store[Key(name)] for name in graph.tensors}
     own_tensors = networks.model.state_dict()
     names = model_state.names
     wanted = {key: dense[names[key]].shape if key in names else tensor.shape for key, tensor in own_tensors.items()}
     if _shapes(state["model"]) != wanted:
         raise CheckpointError("the state dict's model has other tensors or shapes than this one")
+    for key, tensor in own_tensors.items():
+        found = state["model"][key]
+        if found.dtype != tensor.dtype and not (found.is_floating_point() and tensor.is_floating_point()):
+            raise CheckpointError(f"the state dict has {key} in {found.dtype}, the model in {tensor.dtype}")
     for what, masks in (("masks", state["masks"]), ("pending", state["pending"])):
         if masks is None and what == "pending":
             continue
@@ -199,12 +201,28 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
     )
 
 
+def check_masks(saved: Saved, num_masks: int, learns_from_losses: bool) -> None:
+    """See whether there are as many masks as a learner draws, and whether some wait exactly where they should.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    rows, waits = len(saved.masks), learns_from_losses and not saved.settled and saved.held_steps > 0
+    if rows != num_masks and not (saved.settled and rows == 1):
+        raise CheckpointError(f"the state dict has {rows} masks, and this policy draws {num_masks}")
+    if (saved.pending is not None) != waits or (saved.pending is not None and len(saved.pending) != num_masks):
+        raise CheckpointError("the state dict's pending masks do not fit its steps since the last draw")
+
+
 def _capacity(saved: Any, networks: Networks) -> Capacity | None:
     if saved is None or not networks.can_pad:  # of a training without padding, or for one
         return None
+    if not isinstance(saved, Mapping):
+        raise CheckpointError("the state dict's capacity is no mapping")
     found = Capacity(saved["units"].clone(), saved["streams"].clone())
     groups, events = len(networks.graph.groups), len(networks.graph.costs.events)
-    if found.units.shape != (groups,) or found.streams.shape != (events,) or found.streams.dtype != torch.bool:
+    fine = found.units.dtype == torch.int64 and found.streams.dtype == torch.bool
+    if not fine or found.units.shape != (groups,) or found.streams.shape != (events,):
         raise CheckpointError("the state dict's capacity does not fit the network")
     return found
 
@@ -213,11 +231,24 @@ def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: N
     if not isinstance(saved, list) or len(saved) != len(optimizers):
         raise CheckpointError(f"the state dict does not have the state of {len(optimizers)} optimizer(s)")
     for one, optimizer in zip(saved, optimizers, strict=True):
+        if not isinstance(one, Mapping):
+            raise CheckpointError("the state dict's optimizer is no mapping")
         if missing := sorted({"state", "param_groups"} - one.keys()):
             raise CheckpointError(f"the state dict's optimizer lacks {', '.join(missing)}; it is incomplete")
+        groups = one["param_groups"]
+        if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+            raise CheckpointError("the state dict's optimizer has no list of parameter groups")
         if _groups(one) != _groups({"param_groups": optimizer.param_groups}):
             raise CheckpointError("the state dict's optimizer is of another kind, or has other parameter groups")
+        for own, group in zip(optimizer.param_groups, one["param_groups"], strict=True):
+            for key in own.keys() & group.keys() - {"params"}:
+                flags = key in ("foreach", "fused") and all(_kind(one) in (None, bool) for one in (own[key], group[key]))
+                if _kind(own[key]) != _kind(group[key]) and not flags:
+                    raise CheckpointError(f"the state dict's optimizer has {key}={group[key]!r}, this {own[key]!r}")
         parameters = _parameters(optimizer)
+        if [index for group in one["param_groups"] for index in group["params"]] != list(range(len(parameters))):
+            raise CheckpointError("the state dict's optimizer has its parameters in another order")
+        _check_alike(one["state"], optimizer)
         for index, entries in one["state"].items():
             name = networks.name_of(parameters[index])
             shape = parameters[index].shape if name is None else networks.store[Key(name)].shape
@@ -235,10 +266,7 @@ def prepare(change: Change, saved: Saved, networks: Networks, optimizers: Sequen
     """Add to a change what cannot shrink, and the optimizers' groups and state."""
     own = networks.model.state_dict(keep_vars=True)
     for key, value in saved.others.items():
-        if own[key].dtype == value.dtype or own[key].is_floating_point() == value.is_floating_point():
-            change.copy(own[key], value.to(own[key].device, own[key].dtype))
-        else:
-            raise CheckpointError(f"the state dict has {key} in {value.dtype}, the model in {own[key].dtype}")
+        change.copy(own[key], value.to(own[key].device, own[key].dtype))
     selection = networks.selection_of(saved.masks, saved.capacity)
     for optimizer, one in zip(optimizers, saved.optimizers, strict=True):
         for group, values in zip(optimizer.param_groups, one["param_groups"], strict=True):
@@ -269,4 +297,28 @@ def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _groups(optimizer: Mapping[str, Any]) -> list[tuple[int, frozenset[str]]]:
     """The number of parameters of each group, and the hyper-parameters it has."""
-    return [(len(group["params"]), frozenset(group)) for group in optimizer["param_groups"]]
+    return [(len(group["params"]), frozenset(group) - _SCHEDULED) for group in optimizer["param_groups"]]
+
+
+def _kind(setting: Any) -> Any:
+    """What a hyper-parameter may be exchanged for: a number, also in a tensor, for a number."""
+    if setting is None or isinstance(setting, bool):
+        return None if setting is None else bool
+    if isinstance(setting, int | float) or (isinstance(setting, Tensor) and setting.numel() == 1):
+        return float
+    return [_kind(one) for one in setting] if isinstance(setting, list | tuple) else type(setting)
+
+
+def _check_alike(state: Mapping[int, Mapping[str, Any]], optimizer: Optimizer) -> None:
+    """Refuse state of parameters that are not there; and, of PyTorch's optimizers, state that is not of one kind."""
+    number, seen = 0, {}
+    if odd := state.keys() - range(len(_parameters(optimizer))):
+        raise CheckpointError(f"the state dict's optimizer has state for {odd}, and there are no such parameters")
+    for position, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            entries = state.get(number)
+            number += 1
+            if entries and type(optimizer).__module__.startswith("torch.optim"):
+                kinds = {key: (type(v), v.dtype) if isinstance(v, Tensor) else _kind(v) for key, v in entries.items()}
+                if seen.setdefault((position, parameter.dtype), kinds) != kinds:
+                    raise CheckpointError("the state dict's optimizer lacks state, or has some of another kind")

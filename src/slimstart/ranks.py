@@ -113,13 +113,17 @@ class Ranks:
             ConfigError: some of them are on a device that the process group has no backend for.
         """
         if self.reference is not None:
-            self._check_reach(tensors)
+            self.check_reach(tensors)
             with reporting(), torch.no_grad():
                 for tensor in tensors:
                     dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
-    def _check_reach(self, tensors: Sequence[Tensor]) -> None:
-        """See whether the group can exchange tensors where they are; PyTorch says it less plainly, and later."""
+    def check_reach(self, tensors: Sequence[Tensor]) -> None:
+        """See whether the group can exchange tensors where they are; PyTorch says it less plainly, and later.
+
+        Raises:
+            ConfigError: some of them are on a device that the process group has no backend for.
+        """
         backends = dist.get_backend_config(self.group)
         reached = {part.partition(":")[0] for part in backends.split(",")}
         if beyond := sorted({tensor.device.type for tensor in tensors} - reached):

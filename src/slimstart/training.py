@@ -45,9 +45,10 @@ from slimstart.narrow.optimizer_state import held_by, unwrapped
 from slimstart.policies import Budget, DeviceLearner, GradientLearner, Learner, Policy, get_policy
 from slimstart.ranks import Ranks, gradient_bytes, num_examples, reporting, running_statistics
 from slimstart.steps import Backward, LossFunction, Steps, check_finite, forward_without_trace, undoing_statistics
+from slimstart.steps.captured import CapturedStep
 from slimstart.steps.choice import choose
 from slimstart.steps.drawing import DeviceDrawing, Draw, Drawing
-from slimstart.steps.eager import detached, loss_of
+from slimstart.steps.eager import NOTHING, detached, loss_of
 from slimstart.steps.iterations import Iterations
 from slimstart.steps.optimizers import fuse, unfuse
 from slimstart.steps.stepping import Stepping
@@ -151,7 +152,9 @@ class SparseTraining(Stepping):
             raise ValueError(f"`total_steps` is {total_steps!r}; it must be a whole number, at least 1")
         self._given, self.model = model, unwrapped_model(model)
         check_model(self.model)
-        if hooks_in(self.model):
+        for ddp in data_parallel_around(self.model, search=True):
+            check_data_parallel(ddp)
+        if any(not hook.is_inert for hook in hooks_in(self.model)):
             raise ValueError("`model` is in a SparseTraining already; call its `finish` first, or make a new model")
         self.policy, self._budget, self._total_steps = get_policy(policy), budget, total_steps
         self.optimizer, self._optimizers = optimizer, unwrapped(optimizer)
@@ -191,20 +194,18 @@ class SparseTraining(Stepping):
         self._missing: set[str] = set()  # what must be loaded before training goes on
         self._finished = False
         self._joined = False
+        self._known_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # of which a warning has been given
         self._num_untold = 0  # steps whose losses have not been given to `update`
         self.process_group: Ranks = process_group([])
-        self._wrappers: list[weakref.ref[Any]] = []
-        for ddp in data_parallel_around(self.model):
-            check_data_parallel(ddp)
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
         self._assemble(engine, device)
         masks = self.learner.draw()
         if not pretrained and self._gradients is not None:  # only now: whatever can be refused has been
             suit_(self.model, self.graph.select(masks[0]))
         self._change(Draw(masks, True), self._progress)
+        remove_hooks(self.model)  # those of another training, of which the model is a copy
         self._state = ModelState(self._networks, self._take_structure)
-        for one in self._optimizers:
-            one.register_load_state_dict_post_hook(self._optimizer_loaded)
+        self._handles = [one.register_load_state_dict_post_hook(self._optimizer_loaded) for one in self._optimizers]
         self._stashed: dict[
             nn.Parameter, dict[str, Any]
         ] = {}  # optimizer state of a structure that is still to be loaded
@@ -219,15 +220,19 @@ class SparseTraining(Stepping):
             chosen, reason = "eager", "dense weights are on the host, from where references are filled"
         elif len(self._optimizers) > 1:
             chosen, reason = "eager", "there are several optimizers"
+        elif process_group(data_parallel_around(self.model)).size > 1:
+            chosen, reason = "eager", "several processes train together"
         else:
             chosen, reason = choose(engine, self._optimizers[0], place)
         if chosen == "graphs" and padding is not None and padding.align == 1:
             chosen, reason = "eager", "`align` is 1, so shapes change at every draw"
+        if chosen == "graphs" and padding is None and learner.num_masks > 1:
+            chosen, reason = "eager", "the policy has references and no padding, so their shapes change at every draw"
         if engine == "graphs" and chosen == "eager":
             raise ValueError(f"`engine` is 'graphs', but {reason}")
         align = None if padding is None else padding.align or (ALIGN if chosen == "graphs" else 1)
         planner = Planner(self.graph, align, padding.spread) if padding is not None and align and align > 1 else None
-        static = chosen == "graphs" and planner is not None
+        static = chosen == "graphs" and planner is not None and self._gradients is None
         self._networks = Networks(self.model, self._optimizers, self.graph, planner, static, device)
         self._steps: Steps | None = None
         self._eager = reason
@@ -260,28 +265,39 @@ class SparseTraining(Stepping):
             return self._step_eagerly(loss_fn, batch)
         self._check()
         began, before = time.perf_counter(), (self._networks.version, self._steps.num_captures)
-        captured = self._steps.find(loss_fn, batch)
+        if self.needs_reference:
+            self._networks.note_buffers()
+        captured = self._captured(self._steps, loss_fn, batch)
         if captured is None:
             result = self._step_eagerly(loss_fn, batch)
         else:
             captured.load(batch)
-            self._iterations.captured = True
-            try:
-                learn = partial(self._drawing.learn, self._steps.losses)
-                self._steps.launch(captured, learn if self._learns_from_losses else None)
-            finally:
-                self._iterations.captured = False
+            learn = partial(self._drawing.learn, self._steps.losses)
+            self._steps.launch(captured, learn if self._learns_from_losses else None)
             result = captured.result()
             self._end_window()
         if captured is None or before != (self._networks.version, self._steps.num_captures):
             self.building_seconds += time.perf_counter() - began
         return result
 
+    def _captured(self, steps: Steps, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
+        """The captured step for a batch; hooks of the optimizer run in a capture, and must not take it for a step."""
+        if self._gradients is not None and not self.settled:
+            self._gradients.prepare(self._networks)
+        self._iterations.captured = True
+        try:
+            return steps.find(loss_fn, batch)
+        finally:
+            self._iterations.captured = False
+
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
+        if self.needs_reference:
+            self._networks.note_buffers()
         with undoing_statistics(self._networks.statistics), reporting():
             with self._kernels:
                 loss, more = loss_of(loss_fn(self._network, *batch))
-                reference_losses = [forward_without_trace(loss_fn, net, batch) for net in self.references()]
+                others = self._networks.references(note=False) if self.needs_reference else ()
+                reference_losses = [forward_without_trace(loss_fn, net, batch) for net in others]
             found = self._average([loss, *reference_losses], self.num_examples)
             check_finite(self.num_steps, *found.losses, unchanged=self._unchanged)
         with reporting():
@@ -290,7 +306,7 @@ class SparseTraining(Stepping):
         if self._gradients is None:
             self._learn(found.losses)
         loss = found.losses[0].detach()
-        return loss if more is None else (loss, detached(more))
+        return loss if more is NOTHING else (loss, detached(more))
 
     @property
     def _network(self) -> nn.Module:
@@ -299,8 +315,8 @@ class SparseTraining(Stepping):
             return self._given
         if self.process_group.size == 1:
             return self.model
-        for ddp in (reference() for reference in self._wrappers):
-            if ddp is not None and unwrapped_model(ddp) is self.model:
+        for ddp in data_parallel_around(self.model):
+            if unwrapped_model(ddp) is self.model:
                 return ddp
         raise RuntimeError(
             "`step` finds no DistributedDataParallel around the model itself, so gradients would not be averaged; make "
@@ -448,7 +464,7 @@ class SparseTraining(Stepping):
 
     def _commit(self, change: Change, progress: Progress) -> None:
         if change.reshapes:
-            wrappers = self._find_wrappers()
+            wrappers = data_parallel_around(self.model)
             for ddp in wrappers:
                 change.call(rebuild, ddp)
             if wrappers and self.process_group.reference is None:
@@ -488,13 +504,17 @@ class SparseTraining(Stepping):
             self._progress = self._undo[1]
             self._undo = None
 
-    def _ready(self) -> None:
-        """Before anything is trained: a whole state, of one structure, on all processes."""
+    def _check_unfinished(self) -> None:
         self._recover()
         if self._finished:
             raise RuntimeError(
-                "this training is finished; `model` is a plain module, which can be trained on by itself"
+                "this training is finished; `model` is a plain module, which can be trained on, copied and saved by "
+                "itself"
             )
+
+    def _ready(self) -> None:
+        """Before anything is trained: a whole state, of one structure, on all processes."""
+        self._check_unfinished()
         if self._missing:
             raise RuntimeError(
                 f"a state dict of another structure was loaded without that of {' and '.join(sorted(self._missing))}. "
@@ -534,38 +554,34 @@ class SparseTraining(Stepping):
         Args:
             copy: made from the model as it is now, or a module that holds such a copy as `module`.
         """
-        self._recover()
+        self._check_unfinished()
         if self._networks.selection.padded:
             raise ValueError("a copy cannot follow a padded network; use `engine='eager'`, or a policy without padding")
         self._networks.followers.append(follower(copy, self._networks))
 
     def _warn_of_copies(self) -> None:
-        followed = {id(hook) for network, _ in self._networks.followers for hook in hooks_in(network.module)}
-        copies = {id(twin) for hook in hooks_in(self.model) for twin in hook.copies}
-        if copies - followed:
+        followed = {hook for network, _ in self._networks.followers for hook in hooks_in(network.module)}
+        copies = {twin for hook in hooks_in(self.model) for twin in hook.copies} - followed - set(self._known_copies)
+        if copies:
+            self._known_copies.update(copies)
             logger.warning(
                 "the structure of the model changes, and copies of it (an average of weights?) keep theirs: call "
                 "`sparse.follow(copy)` once for each that should change with the model"
             )
 
-    def _find_wrappers(self) -> list[Any]:
-        """Every `DistributedDataParallel` around the model; to look for them takes some milliseconds."""
-        found = data_parallel_around(self.model)
-        self._wrappers = [weakref.ref(ddp) for ddp in found]
-        return found
-
     def _join(self) -> None:
         """Find the processes that train together, and let all begin with the weights of the first."""
-        wrappers = self._find_wrappers()
+        wrappers = data_parallel_around(self.model, search=True)
         for ddp in wrappers:
             check_data_parallel(ddp)
         self.process_group = process_group(wrappers)
         if self.process_group.size > 1:
             if self._steps is not None:
                 self._steps, self._eager = None, "several processes train together"
-            self.process_group.check_equal(self._structure, "at the start")  # before tensors, which have its shapes
-            stored = list(self._networks.store.tensors.values())
-            self.process_group.broadcast_([*stored, *self.model.parameters(), *self.model.buffers()])
+            held = [*self._networks.store.tensors.values(), *self.model.parameters(), *self.model.buffers()]
+            self.process_group.check_reach(held)
+            self.process_group.check_equal(self._structure, "at the start")  # which gives tensors their shapes
+            self.process_group.broadcast_(held)
         self._joined = True
 
     def _average(self, losses: Sequence[Tensor], count: float) -> Any:
@@ -688,16 +704,16 @@ class SparseTraining(Stepping):
             batches, loss_fn: to measure normalisation statistics; without them those of training are used.
             max_batches: how many of the batches to look at.
         """
-        self._recover()
+        self._check_unfinished()
         self._check(wait=True)
         seen = None if batches is None else first_batches(batches, max_batches)
-        small = self._networks.copy_of(self.mask if self.settled else self.learner.best_guess())
+        small = self._networks.copy_of(self.mask if self._is_final else self.learner.best_guess())
         self._measure(small, seen, loss_fn)
         return small
 
     def dense_copy(self) -> nn.Module:
         """A copy of the model with all its channels, those that are not in the network included."""
-        self._recover()
+        self._check_unfinished()
         return self._networks.copy_of(torch.ones(self.graph.num_units, dtype=torch.bool))
 
     def finish(
@@ -720,12 +736,12 @@ class SparseTraining(Stepping):
         self._check(wait=True)
         if self._finished:
             return self._given
-        if self._gradients is not None and not self.settled:
+        if self._gradients is not None and not self._is_final:
             logger.warning(
                 "the network is finished after %d steps, while its structure is still learned", self.num_steps
             )
         seen = None if batches is None else first_batches(batches, max_batches)
-        if not self.settled and self._gradients is None:
+        if not self._is_final and self._gradients is None:
             with self._transaction():
                 mask = self._final_mask(seen, loss_fn, num_samples)
                 self._change(Draw(mask[None], True), Progress(self.num_steps, 0, True))
@@ -734,6 +750,11 @@ class SparseTraining(Stepping):
         change = self._agreed(partial(self._networks.finish, plain))
         change.reshapes = True
         change.call(self._iterations.remove)
+        change.call(self._drawing.end)
+        if self._steps is not None:
+            change.call(self._steps.release)
+        for handle in self._handles:
+            change.call(handle.remove)
         for network in (self.model, *(network.module for network, _ in self._networks.followers)):
             change.call(remove_hooks, network)
         change.set(self, "_finished", True)
@@ -744,6 +765,11 @@ class SparseTraining(Stepping):
                 "ports of residual streams are removed; they kept the network at %d FLOPs (counted with ports)", flops
             )
         return self._given
+
+    @property
+    def _is_final(self) -> bool:
+        """Whether the mask is the one to end with: fixed, or loaded with a model's state dict and no other."""
+        return self.settled or "the optimizer" in self._missing
 
     def _final_mask(self, batches: Sequence[Any] | None, loss_fn: LossFunction | None, num_samples: int) -> Tensor:
         if batches is None:
@@ -773,7 +799,7 @@ class SparseTraining(Stepping):
 
         Tensors, numbers, strings and containers only, so that `torch.load(weights_only=True)` reads it back.
         """
-        self._recover()
+        self._check_unfinished()
         self._check(wait=True)
         capacity = self._networks.capacity
         return {
@@ -804,6 +830,7 @@ class SparseTraining(Stepping):
         try:
             saved = checkpoints.checked(state, self._networks, self._optimizers, self._state)
             trial = self.policy.start(self.graph.costs, self._budget, self._total_steps)
+            checkpoints.check_masks(saved, trial.num_masks, self._gradients is None)
             trial.load_state_dict(saved.policy)
             change = self._networks.prepare(saved.masks, None, store=saved.store, capacity=saved.capacity)
             checkpoints.prepare(change, saved, self._networks, self._optimizers)
@@ -851,7 +878,7 @@ class SparseTraining(Stepping):
         if self._finished:
             return
         (unfuse if self._steps is None else fuse)(optimizer)  # settings came with the state dict
-        self._networks.version += 1  # it has other tensors
+        self._networks.exchanged()
         for parameter, state in list(optimizer.state.items()):
             if isinstance(parameter, nn.Parameter) and not checkpoints.fits(state, parameter):
                 self._stashed[parameter] = optimizer.state.pop(parameter)

@@ -3,7 +3,8 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import Channels, CheckpointError, Flops, SparseTraining
+from slimstart import Channels, CheckpointError, EqualWorth, Flops, SparseTraining
 from tests.settings import arguments
 
 
@@ -62,13 +63,11 @@ def training(
     """A training whose weights and masks depend on the seed."""
     torch.manual_seed(seed)
     model = Residual() if model is None else model
-    options = {"budget": Flops(0.4), "resample_every": 4, "total_steps": 40, **options}
+    options = {"policy": "paper", "budget": Flops(0.4), "resample_every": 4, "total_steps": 40, **options}
+    if options["policy"] == "paper":
+        options["seed"] = seed
     return SparseTraining(
-        model,
-        OPTIMIZERS[optimizer](model),
-        torch.zeros(2, 3, 6, 6),
-        coupling=coupling,
-        **arguments(seed=seed, **options),
+        model, OPTIMIZERS[optimizer](model), torch.zeros(2, 3, 6, 6), coupling=coupling, **arguments(**options)
     )
 
 
@@ -89,25 +88,33 @@ def run_on(sparse: SparseTraining, num_steps: int = 6) -> list[Tensor]:
 
 
 def everything(sparse: SparseTraining) -> dict[str, Any]:
-    net = {name: t.detach() for name, t in [*sparse.net.named_parameters(), *sparse.net.named_buffers()]}
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in sparse.optimizer.param_groups]
-    return copy.deepcopy({"state": sparse.state_dict(), "net": net, "mask": sparse.mask, "groups": groups})
+    """The dense state, and what the user sees of it: the narrow model and the narrow optimizer state."""
+    model = {name: t.detach() for name, t in [*sparse.model.named_parameters(), *sparse.model.named_buffers()]}
+    optimizers = sparse.optimizer if isinstance(sparse.optimizer, list) else [sparse.optimizer]
+    narrow = [optimizer.state_dict() for optimizer in optimizers]
+    return copy.deepcopy({"state": sparse.state_dict(), "model": model, "mask": sparse.mask, "optimizers": narrow})
 
 
 # --------------------------------------------------------------------------- resuming
 
 
+POLICIES = [("paper", "filter"), ("paper", "stream"), ("equal_worth", "stream")]
+
+
 @pytest.mark.parametrize("settled", [False, True], ids=["searching", "settled"])
-@pytest.mark.parametrize("coupling", ["filter", "stream"])
+@pytest.mark.parametrize(("policy", "coupling"), POLICIES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_resumed_in_the_middle_of_a_window(
-    optimizer: str, coupling: str, settled: bool, tmp_path: Path, differences: Any
+    optimizer: str, policy: str, coupling: str, settled: bool, tmp_path: Path, differences: Any
 ) -> None:
-    sparse = advanced(settled=settled, optimizer=optimizer, coupling=coupling)
+    sparse = advanced(settled=settled, optimizer=optimizer, policy=policy, coupling=coupling)
+    assert sparse.settled == settled
     sparse.save(tmp_path / "run.pt")
+    mask = sparse.mask
     expected, end = run_on(sparse), everything(sparse)
+    assert settled == torch.equal(mask, sparse.mask)  # the search goes on, or is over
 
-    fresh = training(optimizer, coupling, seed=9)
+    fresh = training(optimizer, coupling, seed=9, policy=policy)
     fresh.load(tmp_path / "run.pt")
     assert fresh.settled == settled
     assert fresh.num_steps == (8 if settled else 6)
@@ -115,16 +122,96 @@ def test_resumed_in_the_middle_of_a_window(
     assert differences(end, everything(fresh)) == []
 
 
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
 @pytest.mark.parametrize("num_steps", [0, 1, 4, 7])
-def test_resumed_anywhere_in_a_window(num_steps: int, differences: Any) -> None:
-    sparse = advanced(num_steps)
+def test_resumed_anywhere_in_a_window(num_steps: int, policy: str, differences: Any) -> None:
+    options = {"policy": policy, "coupling": "stream"}
+    sparse = advanced(num_steps, **options)
     state = copy.deepcopy(sparse.state_dict())
     needs_reference = sparse.needs_reference
     expected = run_on(sparse)
-    fresh = training(seed=9)
+    fresh = training(seed=9, **options)
     fresh.load_state_dict(state)
     assert fresh.needs_reference == needs_reference
     assert differences(expected, run_on(fresh)) == []
+
+
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_a_loop_by_hand_is_resumed_in_the_middle_of_a_window(policy: str, differences: Any) -> None:
+    def by_hand(sparse: SparseTraining, some: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        optimizer, losses = sparse.optimizer, []
+        for images, labels in some:
+            loss = loss_fn(sparse.model, images, labels)
+            with torch.no_grad():
+                references = [loss_fn(net, images, labels) for net in sparse.references()]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if policy == "paper":
+                sparse.update(loss, references)
+            losses.append(loss.detach())
+        return losses
+
+    sparse = (
+        training(policy=policy, coupling="stream", align=4)
+        if policy == "paper"
+        else training(policy=policy, coupling="stream")
+    )
+    by_hand(sparse, batches(6))
+    state = copy.deepcopy(sparse.state_dict())
+    expected, end = by_hand(sparse, batches(6)), everything(sparse)
+    fresh = training(policy=policy, coupling="stream", seed=9, **({"align": 4} if policy == "paper" else {}))
+    fresh.load_state_dict(state)
+    assert differences(expected, by_hand(fresh, batches(6))) == []
+    assert differences(end, everything(fresh)) == []
+
+
+def test_resumed_with_several_optimizers(differences: Any) -> None:
+    def made(seed: int) -> SparseTraining:
+        torch.manual_seed(seed)
+        model = Residual()
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() == 1]
+        optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)]
+        policy = EqualWorth(resample_every=4)
+        return SparseTraining(model, optimizers, torch.zeros(2, 3, 6, 6), Flops(0.4), total_steps=40, policy=policy)
+
+    sparse, fresh = made(0), made(9)
+    for batch in batches(6):
+        sparse.step(loss_fn, *batch)
+    state = copy.deepcopy(sparse.state_dict())
+    assert [len(one["state"]) for one in state["optimizers"]] == [6, 10]
+    expected, end = run_on(sparse), everything(sparse)
+    fresh.load_state_dict(state)
+    assert differences(expected, run_on(fresh)) == []
+    assert differences(end, everything(fresh)) == []
+    refused(fresh, {**state, "optimizers": state["optimizers"][:1]}, differences, match="2 optimizer")
+    refused(fresh, {**state, "optimizers": state["optimizers"][::-1]}, differences)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_scheduler_may_be_made_before_or_after_loading(before: bool, differences: Any) -> None:
+    """It adds entries to the optimizer's groups."""
+
+    def scheduled(sparse: SparseTraining) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(sparse.optimizer, 0.2, total_steps=40)
+
+    sparse = training()
+    scheduler = scheduled(sparse)
+    for batch in batches(6):
+        sparse.step(loss_fn, *batch)
+        scheduler.step()
+    state, rates = copy.deepcopy(sparse.state_dict()), copy.deepcopy(scheduler.state_dict())
+    expected = run_on(sparse, 3)
+    fresh = training(seed=9)
+    if before:
+        theirs = scheduled(fresh)
+    fresh.load_state_dict(state)
+    if not before:
+        theirs = scheduled(fresh)
+        fresh.load_state_dict(state)  # a new scheduler has set the rate
+    theirs.load_state_dict(rates)
+    assert differences(expected, run_on(fresh, 3)) == []
 
 
 @pytest.mark.parametrize(
@@ -322,7 +409,7 @@ def refused(sparse: SparseTraining, state: Any, differences: Any, match: str | N
 
 @pytest.mark.parametrize(
     "key",
-    "format coupling structure num_steps held_steps settled masks room pending policy model optimizer random".split(),
+    "format coupling structure num_steps held_steps settled masks capacity pending policy model optimizers random".split(),
 )
 def test_a_missing_key(key: str, differences: Any) -> None:
     state = advanced().state_dict()
@@ -334,7 +421,6 @@ def test_a_missing_key(key: str, differences: Any) -> None:
     ("part", "key"),
     [
         *(("policy", key) for key in ("keep_probs", "num_updates", "adam", "generator", "masks")),
-        *(("optimizer", key) for key in ("state", "param_groups")),
         *(("model", key) for key in ("stem.weight", "first.1.running_var")),
     ],
 )
@@ -354,9 +440,144 @@ def test_a_key_of_another_version(differences: Any) -> None:
 def test_every_key_is_expected() -> None:
     """The list above is whole."""
     assert set(training().state_dict()) == {
-        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "room", "pending", "policy",
-        "model", "optimizer", "random",
+        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "capacity", "pending",
+        "policy", "model", "optimizers", "random",
     }  # fmt: skip
+
+
+# --------------------------------------------------------------------------- wrong dicts, systematically
+
+MISSING = object()
+Where = tuple[Any, ...]
+
+
+def places(value: Any, path: Where = ()) -> Iterator[Where]:
+    """Every key of every dict, and every index of every list, at any depth."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def changed(value: Any, path: Where, wrong: Any) -> Any:
+    """A copy of a nest, as deep as needed, with something else in one place."""
+    (key, *rest) = path
+    new = dict(value) if isinstance(value, dict) else list(value)
+    if rest:
+        new[key] = changed(value[key], tuple(rest), wrong)
+    elif wrong is MISSING:
+        del new[key]
+    else:
+        new[key] = wrong
+    return new
+
+
+def wrong_values(value: Any) -> Iterator[Any]:
+    """In place of a value: nothing, something of another type, of another shape, or of another dtype."""
+    yield MISSING
+    yield from (wrong for wrong in (None, "wrong", 2.5, -1, True, [], {}, (), b"") if type(wrong) is not type(value))
+    if isinstance(value, Tensor):
+        yield from (value[None], value.reshape(-1), value.new_zeros(0), torch.zeros(2, 2, 2, 2, 2))
+        if value.numel() > 1:
+            yield from (value[:-1], torch.cat([value, value[:1]]))
+        for dtype in (torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64):
+            if dtype != value.dtype:
+                yield value.to(dtype)
+    elif isinstance(value, dict):
+        yield {**value, "odd": 1}
+    elif isinstance(value, list):
+        yield value * 2
+        if len(value) > 1:
+            yield value[::-1]
+    elif isinstance(value, str):
+        yield value + "x"
+    elif type(value) is int:
+        yield float(value)
+
+
+def legal(path: Where, wrong: Any) -> bool:
+    """Whether a dict with this in this place is that of another training, and no wrong one."""
+    match path:
+        case ("optimizers", _, "state", _) | ("optimizers", _, "state", _, "momentum_buffer") if wrong is MISSING:
+            return True  # a parameter that has had no gradient yet
+        case ("optimizers", _, "param_groups", _, "foreach" | "fused"):
+            return wrong is None or isinstance(wrong, bool)
+        case ("optimizers", _, "param_groups", _, _):
+            return isinstance(wrong, int | float) and not isinstance(wrong, bool)  # another learning rate, say
+        case ("capacity",):
+            return wrong is None  # of a training without padding
+        case ("policy", "masks"):
+            return wrong is None  # of a learner that has drawn nothing
+    return False
+
+
+def wrong_dicts(state: dict[str, Any]) -> Iterator[tuple[Where, Any]]:
+    for path in places(state):
+        value = state
+        for key in path:
+            value = value[key]
+        yield from ((path, wrong) for wrong in wrong_values(value) if not legal(path, wrong))
+
+
+def all_are_refused_or_harmless(options: dict[str, Any], every: int, differences: Any) -> tuple[int, int]:
+    """Try one of so many wrong dicts; returns how many were refused, and how many made no difference."""
+    state = advanced(**options).state_dict()
+    well = training(seed=4, **options)
+    well.load_state_dict(state)
+    expected, num_refused, num_harmless = everything(well), 0, 0
+    sparse = training(seed=3, **options)
+    before = everything(sparse)
+    for path, wrong in islice(wrong_dicts(state), 0, None, every):
+        try:
+            sparse.load_state_dict(changed(state, path, wrong))
+        except CheckpointError:
+            num_refused += 1
+            assert differences(before, everything(sparse)) == [], f"{path} as {wrong!r} left a trace"
+        else:
+            num_harmless += 1
+            assert differences(expected, everything(sparse)) == [], f"{path} as {wrong!r} was taken"
+            sparse = training(seed=3, **options)
+            before = everything(sparse)
+    return num_refused, num_harmless
+
+
+MUTATED: list[dict[str, Any]] = [
+    {"policy": "paper", "coupling": "filter"},
+    {"policy": "paper", "coupling": "stream", "align": 4, "optimizer": "adamw"},
+    {"policy": "equal_worth", "coupling": "stream"},
+]
+
+
+@pytest.mark.parametrize("options", MUTATED, ids=lambda options: " ".join(map(str, options.values())))
+def test_some_wrong_dicts_are_refused_without_a_trace(options: dict[str, Any], differences: Any) -> None:
+    num_refused, num_harmless = all_are_refused_or_harmless(options, every=11, differences=differences)
+    assert num_refused >= 130
+    assert num_harmless < num_refused / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", MUTATED, ids=lambda options: " ".join(map(str, options.values())))
+def test_all_wrong_dicts_are_refused_without_a_trace(options: dict[str, Any], differences: Any) -> None:
+    num_refused, num_harmless = all_are_refused_or_harmless(options, every=1, differences=differences)
+    assert num_refused >= 1400
+    assert num_harmless < num_refused / 10
+
+
+@pytest.mark.parametrize("wrong", [None, [], "slimstart.training/2", torch.zeros(3), {}, 5, {"format": None}])
+def test_what_is_no_state_dict(wrong: Any, differences: Any) -> None:
+    refused(training(seed=3), wrong, differences, match="no state dict of SparseTraining")
+
+
+def test_a_finished_training_loads_nothing(differences: Any) -> None:
+    sparse, state = advanced(), advanced().state_dict()
+    sparse.finish()
+    before = copy.deepcopy(sparse.model.state_dict())
+    with pytest.raises(CheckpointError, match="this training is finished"):
+        sparse.load_state_dict(state)
+    assert differences(before, sparse.model.state_dict()) == []
+
+
+# --------------------------------------------------------------------------- foreign networks
 
 
 class Other(Residual):
@@ -393,6 +614,21 @@ def test_the_state_of_another_coupling(differences: Any) -> None:
     refused(training(coupling="stream"), advanced(coupling="filter").state_dict(), differences, match="coupling")
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"policy": "equal_worth"}, {"policy": "paper"}],
+    ids=["paper in equal_worth", "equal_worth in paper"],
+)
+def test_the_state_of_another_policy(other: dict[str, Any], differences: Any) -> None:
+    policy = "paper" if other["policy"] == "equal_worth" else "equal_worth"
+    state = advanced(policy=policy, coupling="stream").state_dict()
+    refused(training(seed=3, coupling="stream", **other), state, differences)
+
+
+def test_the_state_of_another_keep(differences: Any) -> None:
+    refused(training(seed=3), advanced(keep=("first",)).state_dict(), differences, match="structure")
+
+
 def test_the_state_of_another_optimizer(differences: Any) -> None:
     """An SGD with AdamW's groups and moments would fail at its next step, or worse, not fail."""
     refused(training("sgd", seed=3), advanced(optimizer="adamw").state_dict(), differences)
@@ -400,7 +636,7 @@ def test_the_state_of_another_optimizer(differences: Any) -> None:
 
 def test_the_optimizer_of_another_network(differences: Any) -> None:
     state = advanced().state_dict()
-    state["optimizer"] = advanced(model=Residual(width=10)).optimizer.state_dict()
+    state["optimizers"] = advanced(model=Residual(width=10)).state_dict()["optimizers"]
     refused(training(seed=3), state, differences)
 
 

@@ -1,5 +1,6 @@
-"""Several ranks train as one: the same numbers, bit-identical ranks, and nobody waits for ever for one that is gone."""
+"""Several processes train as one: the same numbers, bit-identical, and nobody waits for ever for one that is gone."""
 
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from torch import nn
 
 import slimstart
 from examples import distributed_training
-from slimstart import Paper, SparseTraining, records
+from slimstart import records
 from slimstart.cli import main
 from slimstart.data import Share, load
 from slimstart.errors import ConfigError, DesynchronisedError, RankError
@@ -50,24 +51,136 @@ def far(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b) else [path]
 
 
-def test_two_and_four_ranks_are_one(differences: Callable[[Any, Any], list[str]]) -> None:
-    alone = cases.several(ALONE, list(cases.CASES))
-    for size, names in ((2, list(cases.CASES)), (4, ["batch norm, padded", "own loop"])):
-        first, *others = on_ranks(size, cases.several, names)
-        assert not isinstance(first, Exception), first
-        for other in others:
-            assert differences(first, other) == []
-        for name, found in first.items():
-            assert found.pop("reason", "the network is wrapped") == "the network is wrapped"
-            expected = {key: value for key, value in alone[name].items() if key != "reason"}
-            assert far(expected, found) == [], name
+def in_all(case: Callable[..., Any], *arguments: Any, size: int = 2, **settings: Any) -> list[Any]:
+    """As `on_ranks`, of which nobody may fail."""
+    found = on_ranks(size, case, *arguments, **settings)
+    assert not [one for one in found if one is None or isinstance(one, Exception)], found
+    return found
 
 
-def test_batch_norm_of_each_rank_leaves_ranks_alike(differences: Callable[[Any, Any], list[str]]) -> None:
-    first, second = on_ranks(2, cases.per_rank_batch_norm)
+# --- many processes are one ------------------------------------------------------------------------------------------
+
+
+QUICK = ["batch norm, padded", "equal worth", "by hand", "plain"]
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param([name for name in cases.CASES if name not in QUICK], marks=pytest.mark.slow)]
+)
+def test_two_processes_are_one(names: list[str], differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = in_all(cases.several, names)
+    assert differences(first, second) == []
+    for name, found in first.items():
+        assert far(cases.CASES[name](ALONE), found) == [], name
+
+
+@pytest.mark.slow
+def test_four_processes_are_one(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, *others = in_all(cases.several, QUICK, size=4)
+    for other in others:
+        assert differences(first, other) == []
+    for name, found in first.items():
+        assert far(cases.CASES[name](ALONE), found) == [], name
+
+
+def test_a_wrapper_may_come_before_or_after_and_be_given_or_not(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = in_all(cases.all_ways)
+    assert differences(first, second) == []
+    alone = {loop: cases.train_widths(ALONE, "after", "module", loop) for loop in ("own loop", "step")}
+    assert differences(alone["own loop"], alone["step"]) == []
+    for order, given, loop in cases.WAYS:
+        found = first[f"{order} {given} {loop}"]
+        assert far(alone[loop], found) == [], (order, given, loop)
+        assert found["settled"]
+        changes = sum(a != b for a, b in itertools.pairwise(found["structures"]))
+        assert changes >= 3
+
+
+def test_gradients_may_be_accumulated_without_exchange(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = in_all(cases.accumulated)
+    assert differences(first, second) == []
+    alone = cases.accumulated(ALONE)
+    assert alone["changes"] == 5
+    assert far(alone, first) == []
+
+
+def test_batch_norm_of_each_process_leaves_processes_alike(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = in_all(cases.per_rank_batch_norm)
     assert differences(first, second) == []
     means = [stem.mean((0, 2, 3)) for stem in first["stems"]]
     assert torch.allclose(first["mean"], 0.1 * (means[0] + means[1]) / 2, rtol=1e-10)  # momentum 0.1, from zero
+    first, second = in_all(cases.batch_norm_of_each)  # in the plain loop
+    assert differences(first, second) == []
+    assert [found["changes"] for found in first.values()] == [4, 4]
+
+
+@pytest.mark.parametrize("loop", ["own loop", "step"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_all_begin_with_the_weights_of_the_first(
+    loop: str, order: str, differences: Callable[[Any, Any], list[str]]
+) -> None:
+    first, second = in_all(cases.other_seeds, loop, order)
+    assert (differences(first["before"], second["before"]) == []) == (order == "before")
+    assert differences(first["before"], first["after"]) == []
+    assert differences(first["before"], second["after"]) == []  # also what is not in the network
+    assert differences(first["narrow"], second["narrow"]) == []
+    assert first["narrow"]["stem.weight"].shape < first["after"]["stem.weight"].shape
+
+
+# --- what the wrapper was told -------------------------------------------------------------------------------------
+
+
+def test_options_and_hooks_outlast_changes(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = in_all(cases.all_options)
+    assert differences(first, second) == []
+    without = first["none"]
+    for name, found in first.items():
+        sizes = [[sum(sent) for sent in found["sent"]], found["said"]]
+        assert sizes[0] == sizes[1], name  # the hook has seen the narrow gradient, and nothing else
+        assert len(set(map(str, found["structures"]))) > 1, name
+        said = {
+            option for option, value in found["said of itself"].items() if value != without["said of itself"][option]
+        }
+        assert said == ({name} if name != "none" else set())
+        assert name == "find_unused_parameters" or far(without["model"], found["model"]) == [], name
+    dense = 8 * (9 * 8 + 8) + 2 * 8 * (9 * 8 * 8 + 8) + 8 * (8 * 4 + 4)  # eight bytes a number
+    assert without["dense_bytes"] == dense
+    assert max(without["said"]) < 0.5 * dense
+    assert set(without["views"]) == {8}
+    assert set(first["gradient_as_bucket_view"]["views"]) == {1}  # all gradients are in one bucket
+    assert {len(sent) for sent in first["bucket_cap_bytes"]["sent"][::2]} == {1}  # first steps of a wrapper
+    assert {len(sent) for sent in first["bucket_cap_bytes"]["sent"][1::2]} == {3}
+
+
+def test_hooks_of_pytorch_outlast_changes(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = in_all(cases.hooks_of_pytorch)
+    assert differences(first, second) == []
+    assert first["built in"]["seen"] == 14 * [True]
+    assert first["power"]["seen"] == (3 * [False, False, True, True]) + [False, False]  # two plain steps after a change
+    assert {found["changes"] for found in first.values()} == {3}
+
+
+def test_what_cannot_follow_is_refused() -> None:
+    instead = {
+        "mixed_precision": "use torch.autocast",
+        "delay_all_reduce_named_params": "leave it out",
+        "join()": "give all processes the same number of batches",
+    }
+    told = "DistributedDataParallel with {} cannot follow a change of structure; {}"
+    for found in in_all(cases.refused):
+        assert found == {option: 2 * [told.format(option, way)] for option, way in instead.items()}
+
+
+def test_a_late_wrapper_is_found_and_one_around_more_is_refused(
+    differences: Callable[[Any, Any], list[str]],
+) -> None:
+    first, second = in_all(cases.wrapped_late)
+    assert differences(first, second) == []
+    assert first["sizes"] == (1, 2)
+    assert "no DistributedDataParallel around the model itself" in first["error"]
+
+
+# --- batch norm over processes -------------------------------------------------------------------------------------
 
 
 def test_synchronised_batch_norm_is_that_of_the_whole() -> None:
@@ -91,41 +204,48 @@ def test_synchronised_batch_norm_is_traced_like_any_other() -> None:
     assert slimstart.recalibrate(small, [cases.batches(ALONE)[0]], cases.cross_entropy) == 1
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_the_structure_gradient_over_ranks_is_exact(spread: bool) -> None:
+def test_the_structure_gradient_over_processes_is_exact() -> None:
     losses = torch.rand(2, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     s = torch.tensor([0.3, 0.6], dtype=torch.float64, requires_grad=True)
     chances = torch.stack([(1 - s[0]) * (1 - s[1]), (1 - s[0]) * s[1], s[0] * (1 - s[1]), s[0] * s[1]])
     (gradient,) = torch.autograd.grad(chances @ (3 * losses[0] + 5 * losses[1]) / 8, s)
-    for found in on_ranks(2, cases.enumerated, spread):
+    for found in in_all(cases.enumerated):
         assert torch.allclose(found, (s * (1 - s) * gradient).detach(), rtol=1e-12)  # H with alpha = 1
 
 
-def test_references_are_spread_over_ranks(differences: Callable[[Any, Any], list[str]]) -> None:
-    first, second = on_ranks(2, cases.spread_references)
+# --- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["equal_worth", "paper"])
+def test_a_change_that_one_cannot_make_is_made_by_none(
+    policy: str, differences: Callable[[Any, Any], list[str]]
+) -> None:
+    first, second = in_all(cases.one_cannot_change, policy)
+    assert first.pop("error") == (
+        "RankError: another process could not change its structure, so none did; look for its error"
+    )
+    assert second.pop("error") == "MemoryError: no room for the next structure"
     assert differences(first, second) == []
-    assert first["num_references"] == 2  # of four
-    assert "each of 2 ranks" in first["refused"]
-    assert "leave_one_out_of(3)" in first["refused"]
+    assert differences(first["before"], first["after"]) == []
+    assert first["end"]["shapes"] != first["after"]["shapes"]  # the next attempts have succeeded
 
 
-def test_what_is_exchanged_is_the_narrow_gradient() -> None:
-    first, _ = on_ranks(2, cases.traffic)
-    assert first["counts"] == first["said"]
-    dense = 8 * (9 * 8 + 8 + 16) + 8 * (9 * 8 * 8 + 8 + 16) + 8 * (8 * 4 + 4)  # eight bytes a number
-    assert first["dense"] == dense
-    assert max(first["said"]) < 0.7 * dense
-
-
-@pytest.mark.parametrize(("what", "named"), [("seed", "masks .*rank 1 .*at the start"), ("weight", "head.bias .*2 st")])
-def test_ranks_that_differ_are_found_out(what: str, named: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("seed", "masks .*rank 1 .*at the start"),
+        ("steps", "numbers of steps .*rank 1 .*at the start"),
+        ("weight", "head.bias .*2 st"),
+    ],
+)
+def test_processes_that_differ_are_found_out(what: str, named: str) -> None:
     for found in on_ranks(2, cases.out_of_step, what):
         assert isinstance(found, DesynchronisedError)
         assert re.search(named, str(found)), found
 
 
-def test_ranks_that_differ_are_found_out_where_the_dense_model_is_at_home() -> None:
-    for found in on_ranks(2, cases.out_of_step_at_home):
+def test_processes_that_differ_are_found_out_where_the_dense_model_is_on_the_host() -> None:
+    for found in on_ranks(2, cases.out_of_step_on_the_host):
         assert isinstance(found, DesynchronisedError)
         assert re.search("head.bias .*2 st", str(found)), found
 
@@ -162,16 +282,18 @@ def test_what_one_rank_does_for_all_fails_for_all() -> None:
     assert on_ranks(2, cases.first_fails) == [("integer division or modulo by zero", rank) for rank in range(2)]
 
 
-def test_a_rank_that_is_killed_ends_the_others() -> None:
-    *found, gone = on_ranks(4, cases.lost, signal.SIGKILL)
+@pytest.mark.parametrize("loop", ["own loop", "step"])
+def test_a_process_that_is_killed_ends_the_others(loop: str) -> None:
+    *found, gone = on_ranks(3 if loop == "step" else 2, cases.lost, signal.SIGKILL, loop)
     assert gone is None
     for error, seconds in found:
         assert re.match("RankError: another rank has fallen out", error), error
         assert seconds < 10
 
 
-def test_a_rank_that_does_not_answer_ends_the_others() -> None:
-    (error, seconds), gone = on_ranks(2, cases.lost, signal.SIGSTOP, timeout=4, patience=1.5)
+@pytest.mark.slow
+def test_a_process_that_does_not_answer_ends_the_others() -> None:
+    (error, seconds), gone = on_ranks(2, cases.lost, signal.SIGSTOP, "step", timeout=4, patience=1.5)
     assert isinstance(gone, TimeoutError)
     assert re.match("RankError: another rank has fallen out", error), error
     assert 1.4 < seconds < 4
@@ -191,46 +313,6 @@ def test_a_group_that_is_gone_is_said_to_be() -> None:
 
     with pytest.raises(RankError, match="has been destroyed"):
         Ranks(weakref.ref(Group())).group  # noqa: B018
-
-
-# --- what runs in place of the network ------------------------------------------------------------------------------
-
-
-class Counted(nn.Module):
-    made = 0
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        Counted.made += 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-
-def test_a_wrapper_is_made_anew_only_for_other_parameters(differences: Callable[[Any, Any], list[str]]) -> None:
-    def trained(**settings: Any) -> tuple[SparseTraining, dict[str, Any]]:
-        model = cases.network("batch")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        sparse = SparseTraining(
-            model, optimizer, cases.EXAMPLE, slimstart.Flops(0.4), policy=Paper(resample_every=3), **settings
-        )
-        for batch in cases.batches(ALONE, 6):
-            sparse.step(cases.cross_entropy, *batch)
-        return sparse, sparse.state_dict()
-
-    Counted.made = 0
-    sparse, state = trained(wrap=Counted)
-    assert isinstance(sparse.net, Counted)
-    assert sparse.net is sparse.net
-    assert Counted.made == 3  # at the start, and for each new draw
-    assert differences(state, trained()[1]) == []
-    sparse.model.head.bias.requires_grad_(False)
-    sparse.step(cases.cross_entropy, *cases.batches(ALONE)[0])
-    assert Counted.made == 4  # DistributedDataParallel would wait for a gradient that does not come
-    assert not isinstance(sparse.finish(cases.batches(ALONE, 1), cases.cross_entropy), Counted)
-    with pytest.raises(ValueError, match="`engine` is 'graphs', which cannot hold what `wrap` returns"):
-        trained(wrap=Counted, engine="graphs")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -312,7 +394,7 @@ def test_the_program_on_two_ranks_is_that_on_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("align", [1, 4])
-def test_a_dense_model_at_home_changes_nothing_on_two_ranks(
+def test_a_dense_model_on_the_host_changes_nothing_on_two_processes(
     tmp_path: Path, align: int, differences: Callable[[Any, Any], list[str]]
 ) -> None:
     recipe = merged(RECIPE, {"model": "tests.distributed_cases:without_dropout", "align": align})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import slimstart
-from examples import own_model, training_loop
+from examples import larger_than_the_card, own_model, training_loop
 from slimstart import data, models, records
 from slimstart.cli import main
 from tests.datasets import random_arrays, small_cifar
@@ -44,7 +44,17 @@ def test_the_network_of_ones_own_is_trained_as_its_comment_says(
     assert slimstart.flops(small, torch.zeros(1, 3, 32, 32)) == record.flops
 
 
-@pytest.mark.slow
+def test_a_network_larger_than_the_device_is_trained_within_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--model", "small", "--width", "0.5", "--steps", "6", "--print-every", "3", "--batch-size", "8"]
+    larger_than_the_card.main([*tiny, "--budget", "0.3", "--device", "cpu"])
+    output = capsys.readouterr().out
+    assert "needs dense weights 0.14 MiB and optimizer state 0.14 MiB" in output
+    assert len(re.findall(r"step [36]  loss \d", output)) == 2
+    (weights,) = re.findall(r"finished: .* with (\d+) weights", output)
+    dense = models.build("small", num_classes=10, in_channels=1, width=0.5)
+    assert int(weights) < 0.5 * sum(p.numel() for p in dense.parameters())
+
+
 def test_the_training_loop_gives_a_network_within_its_budget(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

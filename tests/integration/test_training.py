@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimstart
-from slimstart import BudgetError, Channels, CheckpointError, Flops, NonFiniteLossError, Params, Selection, SparseTraining
+from slimstart import (
+    BudgetError,
+    Channels,
+    CheckpointError,
+    Flops,
+    NonFiniteLossError,
+    Params,
+    Selection,
+    SparseTraining,
+)
 from slimstart.costs import CostTable
 from slimstart.narrow.compact import masked
 from slimstart.policies import Budget, Learner, Paper, leave_one_out_of
@@ -290,7 +299,7 @@ def inside_of(selection: Selection, name: str, tensor: Tensor) -> Tensor:
 
 
 def test_algorithm_1_by_hand_on_masked_dense_networks() -> None:
-    """Two forwards and a backward of full size, Adam on s, the projection on the simplex: all as the paper writes it."""
+    """Two forwards and a backward of full size, Adam on s, the projection: all as the paper writes it."""
     torch.manual_seed(0)
     net = Net((4, 6, 5)).double()
     by_paper = copy.deepcopy(net)
@@ -745,8 +754,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(bad: Any, make_optimizer: Any
 
 
 @pytest.mark.parametrize("bad", [nan_loss, nan_statistics])
-def test_a_loss_that_is_not_finite_within_a_window(bad: Any, differences: Any) -> None:
-    unharmed, harmed = (start(resample_every=4) for _ in range(2))
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_a_loss_that_is_not_finite_within_a_window(bad: Any, policy: str, differences: Any) -> None:
+    unharmed, harmed = (start(policy=policy, resample_every=4) for _ in range(2))
     data = batches(7)
     for batch in data[:2]:
         unharmed.step(loss_fn, *batch)

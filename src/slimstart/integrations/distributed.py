@@ -1,16 +1,31 @@
-"""Many processes, each with its part of every batch, train as one: torch.distributed, started by torchrun.
+"""Training on several processes, each with its part of every batch: torch.distributed, started by torchrun.
 
     with joined() as ranks:
-        sparse = SparseTraining(model, optimizer, images[:1], budget)
+        sparse = SparseTraining(model, optimizer, images[:1], budget, total_steps=steps)
         parallel = data_parallel(model)     # or any DistributedDataParallel, before or after
         for images, labels in loader:       # this process's part of every batch
-            sparse.step(loss_fn, images, labels)
-        model = sparse.finish(loader, loss_fn)
+            loss = F.cross_entropy(parallel(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()                # or all of it: sparse.step(loss_fn, images, labels)
+        model = sparse.finish()
 
-All processes draw the same masks and stay bit-identical. What they exchange per step is the gradient of the *narrow*
-network (`sparse.gradient_bytes`, beside `sparse.dense_gradient_bytes`), the losses, and the running statistics of batch
-norm. `step`, `update`, `resample`, `settle`, `finish` and a `snapshot` with batches are for all processes at once;
-`state_dict` and `save` are not, so that one process alone can write a checkpoint.
+At the first step all processes get the weights of the first, those that are not in the network included. Then they
+change to the same structures at the same steps and stay bit-identical: processes exchange the gradient of the *narrow*
+network (`sparse.gradient_bytes`, in comparison to `sparse.dense_gradient_bytes`), and learn the structure from what all
+of them have. `DistributedDataParallel` stays the same object, with its options and its communication hook. A change
+happens in all processes, or, where one of them cannot prepare it, in none, with an error in all.
+
+`step` also exchanges losses, weighs processes by their number of examples, and averages the running statistics of batch
+norm. In a loop by hand, batches are of equal size, as always with `DistributedDataParallel`, and statistics are
+averaged at changes of structure and in `finish`. `step`, `optimizer.step()`, `update`, `resample`, `settle`, `finish`
+and a `snapshot` with batches are for all processes at once; `state_dict` and `save` are not, so that one process alone
+can write a checkpoint.
+
+Several processes and one compute the same with `synchronise_batch_norm`, up to rounding: sums over examples have
+another order. In float64 the difference remains as small as that. In float32 trainings can drift apart, because units
+of nearly equal importance are ordered by rounding, so that another unit leaves, or a width differs by one; the results
+are then as different as those of two seeds.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ def gather(dense: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
         for dim, index in positions.items():
             narrow = narrow.index_select(dim, index.clamp(min=0))
     for dim, index in positions.items():
+        if index.is_meta:
+            continue  # shapes alone, without values to zero
         padding = (index < 0).nonzero().squeeze(1)
         if padding.numel():
             narrow.index_fill_(dim, padding, 0)

@@ -20,6 +20,11 @@ class Hook:
         self._method = method
         self.copies: weakref.WeakSet[Hook] = weakref.WeakSet()
 
+    @property
+    def is_inert(self) -> bool:
+        """Whether it is in a copy."""
+        return self._method is None
+
     def __call__(self, *args: Any) -> Any:
         return self._method(*args) if self._method is not None else None
 

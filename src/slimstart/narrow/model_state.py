@@ -40,6 +40,7 @@ class ModelState:
         }
         networks.model.register_state_dict_post_hook(Hook(self._saved))
         networks.model.register_load_state_dict_pre_hook(Hook(self._loading))
+        networks.model.register_load_state_dict_post_hook(Hook(self._loaded))
 
     def dense(self) -> dict[str, Tensor]:
         """The state dict that the model would have with all its channels; a copy."""
@@ -77,7 +78,6 @@ class ModelState:
         state_dict: dict[str, Any],
         prefix: str,
         metadata: dict[str, Any],
-        strict: bool,
         *_: Any,
     ) -> None:
         """Check everything, take the structure over, and pad what was saved without padding."""
@@ -91,8 +91,9 @@ class ModelState:
             if found.get("structure") != networks.graph.digest or not isinstance(mask, Tensor):
                 raise CheckpointError("the state dict is of another network, coupling or `keep`; nothing was loaded")
             selection = networks.graph.select(mask)
-        self._check(state_dict, prefix, selection, strict)
-        if not torch.equal(selection.mask, networks.exact_selection.mask):
+        changes = not torch.equal(selection.mask, networks.exact_selection.mask)
+        self._check(state_dict, prefix, selection, changes)
+        if changes:
             self._change(selection.mask)
         if networks.selection.padded:
             for key, name in self.names.items():
@@ -100,11 +101,16 @@ class ModelState:
                     networks.store.write(Key(name), selection, value.to(networks.tensor(name).dtype))
                     state_dict[prefix + key] = networks.store.read(Key(name), networks.selection, networks.device)
 
-    def _check(self, state_dict: dict[str, Any], prefix: str, selection: Selection, strict: bool) -> None:
+    def _loaded(self, *_: Any) -> None:
+        """Other networks of the present draw have these tensors too."""
+        self._networks.flush()
+
+    def _check(self, state_dict: dict[str, Any], prefix: str, selection: Selection, complete: bool) -> None:
+        """Refuse tensors of other shapes; PyTorch sees to names, but another structure needs all of them."""
         own = self._networks.model.state_dict()
         given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         problems = []
-        if strict and (odd := sorted(own.keys() ^ given.keys())):
+        if complete and (odd := sorted(own.keys() ^ given.keys())):
             problems.append(f"names differ: {', '.join(odd[:3])}")
         for key, tensor in own.items():
             name = self.names.get(key)

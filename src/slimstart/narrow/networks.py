@@ -79,6 +79,13 @@ class Network:
             name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
         }
         self._parameters = {name: p for name, p in module.named_parameters() if name in graph.tensors}
+        owners = {owner for found in self._owners.values() for owner, _ in found}
+        self._layers = [
+            (f"{path}.{key}".lstrip("."), parent, key, layer)
+            for path, parent in module.named_modules()
+            for key, layer in parent._modules.items()
+            if layer is not None and not owners.isdisjoint(layer.modules())
+        ]
         self.ports = {name: module.get_submodule(name) for name in ports_in(graph)}
 
     def tensor(self, name: str) -> Tensor:
@@ -94,13 +101,16 @@ class Network:
 
     def check(self) -> None:
         """Refuse a module in which somebody has exchanged a layer or a parameter."""
-        for name, parameter in self._parameters.items():
-            for owner, key in self._owners[name]:
-                if owner._parameters.get(key) is not parameter:
-                    raise RuntimeError(
-                        f"{name!r} of the model is another parameter than when the SparseTraining was made. Replace "
-                        "layers before that, or protect them with `keep`; `finish` comes before other changes"
-                    )
+        layers = [name for name, parent, key, layer in self._layers if parent._modules.get(key) is not layer]
+        for name in layers or [
+            name
+            for name, parameter in self._parameters.items()
+            if any(owner._parameters.get(key) is not parameter for owner, key in self._owners[name])
+        ]:
+            raise RuntimeError(
+                f"{name!r} of the model is another {'layer' if layers else 'parameter'} than when the SparseTraining "
+                "was made. Replace layers before that; `finish` comes before other changes"
+            )
 
     def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
         """Become the network of a selection, with the values of a store."""
@@ -136,43 +146,44 @@ class Companion(Network):
         remove_hooks(module)
         super().__init__(module, graph)
         self._pairs = list(zip(model.modules(), module.modules(), strict=True))
-        self._seen: dict[str, tuple[int, int]] = {}  # versions of both buffers when they were last equal
-        ports = set(self.ports.values())
-        shrinking = {id(networks.tensor(name)) for name in graph.tensors}
-        self._buffers = [
-            (f"{number}.{key}", mine, twin, key)
-            for number, (mine, twin) in enumerate(self._pairs)
-            for key, buffer in mine._buffers.items()
-            if buffer is not None and not (twin in ports and key.startswith("stream_"))
-            if id(buffer) not in shrinking
-        ]
+        self._seen: dict[int, tuple[int, int]] = {}  # versions of both buffers when they were last equal
+        twins = dict(self._pairs)
+        self._buffers = [(twins[owner], key) for owner, key in networks.whole_buffers]
         self.selection: Selection | None = None
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Be in the model's modes, and have the values of its buffers that cannot shrink."""
+    def follow(self, values: Sequence[Tensor]) -> None:
+        """Be in the model's modes, and have these values of the buffers that cannot shrink."""
         for mine, twin in self._pairs:
             if twin.training is not mine.training:  # to set an attribute of a module takes far longer than to look
                 twin.training = mine.training
-        for name, owner, twin, key in self._buffers:
-            buffer, own = owner._buffers[key], twin._buffers[key]
-            if buffer is None or own is None or self._seen.get(name) == (buffer._version, own._version):
+        for number, (value, (twin, key)) in enumerate(zip(values, self._buffers, strict=True)):
+            own = self.buffer(number)
+            if self._seen.get(number) == (value._version, own._version):
                 continue
-            if (own.shape, own.dtype, own.device) == (buffer.shape, buffer.dtype, buffer.device):
-                own.copy_(buffer)
+            if _alike(own, value):
+                own.copy_(value)
             else:
-                own = twin._buffers[key] = buffer.detach().clone()
-            self._seen[name] = (buffer._version, own._version)
+                own = twin._buffers[key] = value.detach().clone()
+            self._seen[number] = (value._version, own._version)
 
-    def become(self, store: Store, selection: Selection, device: torch.device) -> None:
-        """Be the network of a selection."""
+    def buffer(self, number: int) -> Tensor:
+        """One of the buffers that cannot shrink."""
+        twin, key = self._buffers[number]
+        buffer: Tensor = getattr(twin, key)
+        return buffer
+
+    def become(
+        self, store: Store, selection: Selection, device: torch.device, values: Sequence[Tensor]
+    ) -> None:
+        """Be the network of a selection; `values` as for `follow`."""
         change = Change()
         self.fill(change, store, selection, device, in_place=False)
         self.point_ports(change, selection)
         change.apply()
         torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
         self.selection = selection
-        self.follow()
+        self.follow(values)
 
 
 class Networks:
@@ -225,6 +236,15 @@ class Networks:
         self._zeroing: dict[str, RemovableHandle] = {}
         self._zeroing_on = True
         self._known: Any = None  # what the tables of moves were made for
+        shrinking = {id(self._network.tensor(name)) for name in graph.tensors}
+        self.whole_buffers = [
+            (owner, key)
+            for owner in model.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None and id(buffer) not in shrinking
+        ]
+        self._noted: dict[int, tuple[Tensor, int]] = {}  # values of these buffers, and their versions then
+        self._changing: set[int] = set()  # those that do not stay as they are
 
     # --- what there is -----------------------------------------------------------------------------------------------
 
@@ -320,6 +340,7 @@ class Networks:
     @torch.no_grad()
     def flush(self) -> None:
         """Bring the store up to date with the model and the optimizers."""
+        self._network.check()
         if self._moves_on_device:
             self.refresh()
             self.leave()
@@ -332,7 +353,7 @@ class Networks:
     def _entries(self) -> list[Entry]:
         return list(entries(self._optimizers, self._names))
 
-    def _start(self, entry: Entry) -> float:
+    def _start(self, entry: Entry) -> float | None:
         """What a state tensor starts from, where the store has none yet."""
         return 0.0 if Key(entry.name, entry.key) in self.store else entry.initial
 
@@ -355,9 +376,10 @@ class Networks:
             store: dense tensors to take in place of the present ones, which are forgotten then.
             capacity: to have in place of one that is chosen.
         """
-        self._network.check()
         if store is None:
             self.flush()
+        else:
+            self._network.check()
         change, layout, frame = Change(), None, None
         kept = masks.clone()
         if self._planner is not None:
@@ -389,6 +411,8 @@ class Networks:
             change.set(self, "version", self.version + 1)
         if store is not None:
             change.set(self, "store", store)
+        if len(kept) == 1:  # there is no reference: give its memory back
+            change.set(self, "_companion", None)
         if layout is None:
             change.set(self, "masks", kept)
         else:
@@ -443,36 +467,77 @@ class Networks:
 
     # --- references --------------------------------------------------------------------------------------------------
 
-    def references(self) -> Iterator[nn.Module]:
-        """The other networks of the draw, one after the other."""
+    @torch.no_grad()
+    def note_buffers(self) -> None:
+        """Note the buffers that cannot shrink, for references: they begin a step with what the model begins it with.
+
+        A forward of the model may change them, and may run in parallel.
+        """
+        copies: list[Tensor] = []
+        values: list[Tensor] = []
+        for number, (owner, key) in enumerate(self.whole_buffers):
+            buffer: Tensor = getattr(owner, key)
+            noted, version = self._noted.get(number, (None, -1))
+            if noted is None or not _alike(noted, buffer):
+                self._noted[number] = buffer.detach().clone(), buffer._version
+                self.version += number in self._changing  # a graph has the other one
+                continue
+            if version != buffer._version:
+                self.version += number not in self._changing  # references are captured again, with it
+                self._changing.add(number)
+                self._noted[number] = noted, buffer._version
+            if number in self._changing:  # without a new version, too: a graph gives none
+                copies.append(noted)
+                values.append(buffer)
+        if copies:
+            torch._foreach_copy_(copies, values)
+
+    def _values(self, noted: bool) -> list[Tensor]:
+        """Of the buffers that cannot shrink: those noted, or the present ones."""
+        if noted:
+            return [self._noted[number][0] for number in range(len(self.whole_buffers))]
+        return [getattr(owner, key) for owner, key in self.whole_buffers]
+
+    def references(self, note: bool = True) -> Iterator[nn.Module]:
+        """The other networks of the draw, one after the other.
+
+        Args:
+            note: begin with the present values of buffers; otherwise with those that `note_buffers` has seen last.
+        """
+        if note:
+            self.note_buffers()
+        if any(self.store[Key(name)].dtype != self.tensor(name).dtype for name in self.graph.tensors):
+            self.flush()  # somebody has called `model.to(...)` since the draw
         if self._moves_on_device:
             companion = self._static_companion()
-            companion.follow()
+            companion.follow(self._values(noted=True))
             for number in range(1, len(self.masks)):
                 self.load_reference(number)
                 torch.clear_autocast_cache()
                 yield companion.module
             return
-        yield from self._of_masks(self.masks[1:])
+        yield from self._of_masks(self.masks[1:], noted=True)
 
     def of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
         """Networks of other masks (n, U), one after the other, with the present weights."""
         self.flush()
-        yield from self._of_masks(masks)
+        yield from self._of_masks(masks, noted=False)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
-        if self._companion is None:
-            self._companion = Companion(self)
-        companion = self._companion if not self._moves_on_device else Companion(self)
+    def _of_masks(self, masks: Tensor, noted: bool) -> Iterator[nn.Module]:
+        companion = self._companion
+        if companion is None or self._moves_on_device:  # tensors of the one that graphs know keep their addresses
+            companion = Companion(self)
+        if not self._moves_on_device:
+            self._companion = companion
         for mask in masks:
             frame = None
             if self._layout is not None:
                 kept = self.graph.costs.at_least_one(mask.to(self.device))
                 fits = bool(self._layout(kept[None]).fits)  # shapes that the device has seen already
                 frame = self._layout.frame(kept) if fits else None
-            companion.become(self.store, self.graph.select(mask, frame), self.device)
+            companion.become(self.store, self.graph.select(mask, frame), self.device, self._values(noted))
             yield companion.module
 
     def copy_of(self, mask: Tensor | None = None, plain: bool = False) -> nn.Module:
@@ -524,7 +589,15 @@ class Networks:
         change.set(self, "_selection", selection)
         change.set(self, "_real", {})
         change.set(self, "version", self.version + 1)
+        change.call(self._release)
         return change
+
+    def _release(self) -> None:
+        """Give the memory of references, and of tables, back."""
+        self._companion = None
+        self._noted.clear()
+        for tables in ("_moves", "_mark_real", "_in_reference"):
+            vars(self).pop(tables, None)
 
     def open_ports(self, change: Change) -> None:
         """Give layers on streams their ports, in the model."""
@@ -616,6 +689,12 @@ class Networks:
         """Fill the reference network with the values of mask `number` (1, 2, ...)."""
         self._in_reference.gather_(self._positions.row[number])
         self._reference_ports.copy_(self._positions.ports[number])
+        assert self._companion is not None
+        if self._changing:
+            changing = sorted(self._changing)
+            torch._foreach_copy_(
+                [self._companion.buffer(one) for one in changing], [self._noted[one][0] for one in changing]
+            )
 
     @property
     def companions(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
@@ -623,7 +702,7 @@ class Networks:
         if len(self.masks) == 1:
             return []
         companion = self._static_companion()
-        companion.follow()
+        companion.follow(self._values(noted=True))
         return [(partial(self.load_reference, number), companion.module) for number in range(1, len(self.masks))]
 
     def _static_companion(self) -> Companion:
@@ -632,24 +711,24 @@ class Networks:
         assert self._companion is not None
         return self._companion
 
+    def exchanged(self) -> None:
+        """Somebody has given the optimizers other tensors."""
+        self.version += 1
+        self._known = None
+
     def refresh(self) -> None:
         """Make the tables of moves again if there are other tensors: optimizer state after the first steps, say."""
         self._zero_padding_gradients()
         found = self._entries()
         narrow = [self.tensor(name) for name in self.graph.tensors]
-        now = (self.version, *(t.data_ptr() for t in (*narrow, *(entry.value for entry in found))))
+        now = [(t.data_ptr(), t.dtype) for t in (*narrow, *(entry.value for entry in found))]
         if now == self._known:
             return
         assert self._layout is not None
-        if len(self.masks) > 1 and self._companion is None:
-            self._companion = Companion(self)
-            change = Change()
-            kept = self.masks[1]
-            self._companion.fill(
-                change, self.store, self.graph.select(kept, self._layout.frame(kept)), self.device, False
-            )
-            self._set_ports(change, self._companion, self._layout, self._reference_ports)
-            change.apply()
+        if self._companion is not None and any(
+            self._companion.tensor(name).dtype != self.tensor(name).dtype for name in self.graph.tensors
+        ):
+            self._companion = None
         if self._known is not None:
             self.version += 1
         moves = [
@@ -661,11 +740,20 @@ class Networks:
             moves.append(self._move(entry.name, dense, entry.value))
         self._moves = Moves(moves)
         self._mark_real = Moves([self._move(name, self._ones(name, real), real) for name, real in self._real.items()])
+        if len(self.masks) > 1 and self._companion is None:
+            self._companion = Companion(self)
+            change = Change()
+            kept = self.masks[1]
+            self._companion.fill(
+                change, self.store, self.graph.select(kept, self._layout.frame(kept)), self.device, False
+            )
+            self._set_ports(change, self._companion, self._layout, self._reference_ports)
+            change.apply()
         if self._companion is not None:
             self._in_reference = Moves(
                 [self._move(n, self.store[Key(n)], self._companion.tensor(n).detach()) for n in self.graph.tensors]
             )
-        self._known = (self.version, *now[1:])
+        self._known = now
 
     def _ones(self, name: str, like: Tensor) -> Tensor:
         return torch.ones((), dtype=like.dtype, device=like.device).expand(self.store[Key(name)].shape)
@@ -678,6 +766,10 @@ class Networks:
 def num_filters(graph: ChannelGraph, units: Tensor) -> dict[str, int]:
     """How many filters of each layer go with these units, those that are always there included."""
     return {name: int((units[owner.clamp(min=0)] | (owner < 0)).sum()) for name, owner in graph.filters.items()}
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _in_order_of(dense: Tensor, narrow: Tensor) -> Tensor:

@@ -75,14 +75,18 @@ class Entry:
     parameter: nn.Parameter
 
     @property
-    def initial(self) -> float:
-        """What the tensor holds before anything has been learned, found by a step of zero gradient on one number.
+    def initial(self) -> float | None:
+        """What the tensor holds before anything has been learned; None for a copy of the parameter.
 
-        Most optimizers start from zeros; Rprop, say, does not.
+        Found by a step of zero gradient on two numbers: most optimizers start from zeros, Rprop from its learning rate,
+        schedule-free ones from the parameter. State that somebody else adds (Lookahead) is what it is nearer to.
         """
-        numbers = torch.zeros(1, dtype=self.parameter.dtype, device=self.parameter.device)
-        value = first_state(self.optimizer, self.group, numbers).get(self.key)
-        return float(value) if isinstance(value, Tensor) and value.numel() == 1 else 0.0
+        numbers = torch.arange(2, dtype=self.parameter.dtype, device=self.parameter.device)
+        value = first_state(self.optimizer, self.group, numbers.clone()).get(self.key)
+        if isinstance(value, Tensor) and value.shape == numbers.shape:
+            return None if float(value[1]) - float(value[0]) > 0.5 else float(value[0])
+        like_parameter = (self.value - self.parameter.detach()).norm() < self.value.norm()
+        return None if bool(like_parameter) else 0.0
 
 
 def entries(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> Iterator[Entry]:

@@ -76,18 +76,30 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
 
 
 def _traced(graph: ChannelGraph, wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], int]:
-    """Counting attributes from the sizes of tensors that share their axis."""
-    counts = {
-        piece.axis: wanted[name].shape[piece.dim]
-        for name, pieces in graph.tensors.items()
-        for piece in pieces
-        if name in wanted
-    }
-    return {
-        owner: counter.dense - (graph.axes[counter.axis].numel() - counts[counter.axis])
-        for owner, counter in graph.attributes.items()
-        if counter.axis in counts
-    }
+    """Counting attributes from the sizes of tensors that have the same units, each perhaps more often (heads)."""
+    group = graph.costs.unit_group
+    sizes = torch.bincount(group)
+
+    def entries(axis: int) -> tuple[int, dict[int, float]]:
+        """How many entries of an axis always stay, and how many each unit of a group has."""
+        units = graph.units_along(axis)
+        each = torch.bincount(group[units[units >= 0]], minlength=len(sizes)) / sizes
+        return int((units < 0).sum()), {int(g): float(each[g]) for g in each.nonzero()}
+
+    kept: dict[int, float] = {}
+    for name, pieces in graph.tensors.items():
+        for piece in pieces if name in wanted else ():
+            fixed, each = entries(piece.axis)
+            if len(each) == 1:
+                ((g, per_unit),) = each.items()
+                kept[g] = (wanted[name].shape[piece.dim] - fixed) / per_unit
+    found = {}
+    for owner, counter in graph.attributes.items():
+        fixed, each = entries(counter.axis)
+        if each.keys() <= kept.keys():
+            count = fixed + sum(per_unit * kept[g] for g, per_unit in each.items())
+            found[owner] = counter.dense - (graph.axes[counter.axis].numel() - round(count))
+    return found
 
 
 def _layer_attributes(path: str, module: nn.Module, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, int]]:

@@ -69,20 +69,23 @@ class Store:
         """The narrow tensor of a selection, as a new tensor; `plain` as for `compact`."""
         return narrow_tensor(selection, key.name, self._dense[key], plain).to(device)
 
-    def write(self, key: Key, selection: Selection, narrow: Tensor, start: float = 0.0) -> None:
+    def write(self, key: Key, selection: Selection, narrow: Tensor, start: float | None = 0.0) -> None:
         """Bring the dense tensor up to date with its narrow part.
 
         Args:
-            start: what entries hold that have never been in a network, for state that the optimizer has just made.
+            start: what entries hold that have never been in a network, for state that the optimizer has just made; None
+                for the parameter's own values.
         """
         dense = self.like(key, narrow, start)
         selection.scatter_(key.name, dense, narrow.to(dense.device))
 
-    def like(self, key: Key, narrow: Tensor, start: float = 0.0) -> Tensor:
+    def like(self, key: Key, narrow: Tensor, start: float | None = 0.0) -> Tensor:
         """The dense tensor, of the type, device and memory layout of its narrow part, which a user may have moved."""
         device = torch.device("cpu") if self.host else narrow.device
         if key not in self._dense:
-            self._dense[key] = torch.full_like(self._dense[Key(key.name)], start, dtype=narrow.dtype, device=device)
+            weights = self._dense[Key(key.name)]
+            made = torch.empty_like(weights, dtype=narrow.dtype, device=device)
+            self._dense[key] = made.copy_(weights) if start is None else made.fill_(start)
         dense = self._dense[key]
         if dense.dtype != narrow.dtype or dense.device != device:
             dense = dense.to(device, narrow.dtype)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
+from slimstart.errors import CheckpointError
 from slimstart.policies.budgets import Budget
 
 LearnsFrom = Literal["losses", "gradients"]
@@ -164,3 +165,17 @@ def check_count(name: str, value: object, *, optional: bool = False) -> None:
     """
     if not (value is None and optional) and not (isinstance(value, Integral) and int(value) >= 1):
         raise ValueError(f"`{name}` is {value!r}; it must be a whole number, at least 1{', or None' * optional}")
+
+
+def check_type(name: str, value: object, wanted: torch.dtype | type) -> None:
+    """Refuse an entry of a state dict of another type.
+
+    Args:
+        wanted: of a tensor, its dtype.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    seen = value.dtype if isinstance(value, Tensor) else type(value)
+    if seen != wanted:
+        raise CheckpointError(f"`state` has {name} of type {seen}, and must have {wanted}")

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
-from slimstart.policies.base import LearnsFrom, check_count
+from slimstart.policies.base import LearnsFrom, check_count, check_type
 from slimstart.policies.budgets import BoundBudget, Budget
 from slimstart.policies.participation import participation
 from slimstart.policies.ranking import places
@@ -285,6 +285,15 @@ class EqualWorthSearch:
             )
         if len(state["seen"]) != min(SEEN, state["count"]):
             raise CheckpointError(f"`state` has {len(state['seen'])} gradients; it belongs to another version")
+        for name, like in (("log_widths", self._log_widths), ("mask", self._mask), ("sums", self._sums)):
+            check_type(name, state[name], like.dtype)
+            if state[name].shape != like.shape:
+                raise CheckpointError(f"`state` has {name} of another shape than this network")
+        check_type("seen", state["seen"], self._seen.dtype)
+        if state["seen"].shape[1:] != self._seen.shape[1:]:
+            raise CheckpointError(f"`state` has gradients of {state['seen'].shape[1:].numel()} units")
+        for name, kind in (("count", float), ("num_rounds", int), ("begun", bool)):
+            check_type(name, state[name], kind)
         self._log_widths, self._mask = state["log_widths"].clone(), state["mask"].clone()
         self.num_rounds, self._begun = int(state["num_rounds"]), bool(state["begun"])
         # In place: a captured graph goes on with these tensors.

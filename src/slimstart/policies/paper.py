@@ -18,7 +18,7 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.policies.adam import Adam, AdamState
-from slimstart.policies.base import LearnsFrom, Padding, check_count
+from slimstart.policies.base import LearnsFrom, Padding, check_count, check_type
 from slimstart.policies.budgets import BoundBudget, Budget
 from slimstart.policies.capping import SPREAD, TRIES, Cap
 from slimstart.policies.cutting import cut, most_probable
@@ -268,6 +268,11 @@ class PaperSearch:
             raise CheckpointError(
                 f"`state` has masks of shape {tuple(masks.shape)}; {self.estimator.name} draws {self.num_masks}"
             )
+        for what, tensor in (("keep_probs", keep_probs), *adam.items()):
+            check_type(what, tensor, torch.float64)
+        if masks is not None:
+            check_type("masks", masks, torch.bool)
+        check_type("num_updates", state["num_updates"], int)
         s = project(keep_probs, self.budget)  # it may come from a search under a larger budget
         self._ahead = None
         self._generator.set_state(state["generator"].cpu())

@@ -24,7 +24,7 @@ def plain_step(net: nn.Module, optimizer: Optimizer, loss_fn: LossFunction, batc
 
 
 def search_step(sparse: SparseTraining, loss_fn: LossFunction, batch: Batch, watch: Stopwatch) -> None:
-    """A step of Algorithm 1 by its verbs, all forwards in one part."""
+    """A step of a search by hand, all forwards in one part."""
     loss = loss_fn(sparse.model, *batch)
     with torch.no_grad():
         references = [loss_fn(net, *batch) for net in sparse.references()]
@@ -35,5 +35,6 @@ def search_step(sparse: SparseTraining, loss_fn: LossFunction, batch: Batch, wat
     loss.backward()
     watch.lap("backward")
     optimizer.step()
-    sparse.update(loss, references)
+    if sparse.policy.learns_from == "losses":
+        sparse.update(loss, references)
     watch.lap("other")

@@ -21,7 +21,7 @@ from slimstart.kernels import Move, Moves
 from slimstart.steps import fusion
 from slimstart.steps.backward import Backward
 from slimstart.steps.capture import Pool, capture
-from slimstart.steps.eager import LossFunction, detached, loss_of
+from slimstart.steps.eager import NOTHING, LossFunction, detached, loss_of
 from slimstart.steps.optimizers import CapturedRates
 
 
@@ -141,7 +141,7 @@ class CapturedStep:
         with board.rates.in_groups():
             self.behind = capture(self._behind, main)
         vars(self).pop("_loss", None)  # with its activations; the graphs have their memory
-        self._more = detached(vars(self).pop("_more", None))
+        self._more = detached(vars(self).pop("_more", NOTHING))
         self.references = []
         for number, (fill, module) in enumerate(subject.companions, start=1):
             fill()
@@ -212,7 +212,7 @@ class CapturedStep:
     def result(self) -> Any:
         """What the loss function returned in the last step: the loss, or (loss, anything), as tensors of their own."""
         loss = self._board.losses[0].to(self._dtype, copy=True)
-        return loss if self._more is None else (loss, detached(self._more, copy=True))
+        return loss if self._more is NOTHING else (loss, detached(self._more, copy=True))
 
     def load(self, batch: Sequence[Any]) -> None:
         """Take a batch over."""

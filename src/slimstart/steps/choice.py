@@ -28,7 +28,7 @@ def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str
         reason = f"the model is on {device}, which is not the current device; call torch.cuda.set_device before"
     elif not use_triton(torch.empty(0, device=device)):
         reason = "Triton, which builds the kernels for it, does not work here"
-    elif not fuse(optimizer):
+    elif not fuse(optimizer, device):
         reason = f"{type(optimizer).__name__} has no fused step that a graph could hold (SGD, Adam and AdamW have)"
     if reason is None:
         return "graphs", None

@@ -18,13 +18,17 @@ LossFunction = Callable[..., Any]
 """Called as `loss_fn(net, *batch)`; returns the loss, or (loss, anything)."""
 
 
+NOTHING = object()
+"""In place of what a loss function may return with the loss."""
+
+
 def loss_of(result: Any) -> tuple[Tensor, Any]:
-    """The loss, and whatever else a loss function has returned, or None.
+    """The loss, and whatever else a loss function has returned, or `NOTHING`.
 
     Raises:
         TypeError: it has returned no scalar tensor.
     """
-    loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, NOTHING)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         described = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"`loss_fn` returned {described}; it must return a scalar tensor, or (scalar tensor, anything)")

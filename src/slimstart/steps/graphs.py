@@ -40,7 +40,7 @@ _PARTS = (
     "the loss function (define it once, outside of the loop)",
     "the structure of the batch",
     "shapes, types or plain values in the batch",
-    "training modes or frozen parameters",
+    "training modes, frozen parameters or the memory of parameters",
     "settings of the optimizer other than the learning rate",
     "autocast",
 )  # of a key
@@ -94,7 +94,8 @@ class Steps:
             (leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         )
-        modes = tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters)
+        # Addresses too: `model.to(...)`, or an average that is swapped in, gives parameters other memory.
+        modes = tuple(m.training for m in self._modules), tuple((p.requires_grad, p.data_ptr()) for p in self._parameters)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         key = (_Same(loss_fn), tree, specs, modes, settings(self._optimizer), autocast)
         if key not in self._kinds and key not in self._met:
@@ -190,6 +191,11 @@ class Steps:
             with torch.cuda.stream(self.side):
                 learn()
             main.wait_stream(self.side)  # before anybody writes other losses
+
+    def release(self) -> None:
+        """Give the memory of all graphs back."""
+        self._kinds.clear()
+        self._renew_pools()
 
     @property
     def failed(self) -> bool:

@@ -23,7 +23,8 @@ class Iterations:
             the next step are there.
 
     Attributes:
-        captured: while it is true, `after` is not called: a captured step runs, and its owner knows when it ends.
+        captured: while it is true, `after` is not called, and no number is read: a step is captured, which ends no
+            iteration.
     """
 
     def __init__(

@@ -17,12 +17,19 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 FUSED = (SGD, Adam, AdamW)
 
 
-def fuse(optimizer: Optimizer) -> bool:
-    """Make an optimizer use its fused kernels, if it has some; returns whether its step can be captured."""
+def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
+    """Make an optimizer use its fused kernels, if it has some; returns whether its step can be captured.
+
+    Args:
+        device: where its parameters will be, if not where they are.
+    """
     if type(optimizer) not in FUSED:
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not all(p.is_cuda and p.is_floating_point() for p in parameters):
+    device = device or parameters[0].device
+    if device.type != "cuda" or not all(p.is_floating_point() for p in parameters):
+        return False
+    if len({p.device for p in parameters}) > 1:
         return False
     if any(group.get("differentiable") or group.get("maximize") for group in optimizer.param_groups):
         return False
@@ -33,7 +40,7 @@ def fuse(optimizer: Optimizer) -> bool:
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as its constructor would say
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):  # which lies on the CPU until the fused kernels need it
-            state["step"] = state["step"].to(parameters[0].device, torch.float32)
+            state["step"] = state["step"].to(device, torch.float32)
     return True
 
 

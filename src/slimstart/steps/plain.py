@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
 from slimstart.steps.backward import Backward
 from slimstart.steps.choice import choose
-from slimstart.steps.eager import LossFunction, detached, loss_of
+from slimstart.steps.eager import NOTHING, LossFunction, detached, loss_of
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import fuse as fuse_optimizer
 from slimstart.steps.optimizers import unfuse
@@ -89,7 +89,7 @@ class PlainTraining(Stepping):
             found = self.ranks.average([loss], self.num_examples, statistics)
             self._backward(loss if found.weight == 1 else found.weight * loss)
         self.num_examples = found.num_examples
-        return found.losses[0].detach() if more is None else (found.losses[0].detach(), detached(more))
+        return found.losses[0].detach() if more is NOTHING else (found.losses[0].detach(), detached(more))
 
 
 class _Subject:

@@ -63,6 +63,11 @@ class UnitGradients:
         self.unobservable = _unobservable(graph, model, example_inputs, found, self._readers)
         self._sum: Tensor | None = None
 
+    def prepare(self, networks: Networks) -> None:
+        """Have everything on the device that `add` needs, so that it can be captured."""
+        for reader in self._readers:
+            networks.units_along(reader.axis)
+
     @torch.no_grad()
     def add(self, optimizer: Optimizer, networks: Networks) -> None:
         """Take the gradients of one optimizer's parameters, just before it steps."""

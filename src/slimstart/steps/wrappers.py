@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import _global_module_registration_hooks, register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
@@ -56,20 +57,42 @@ def check_model(model: nn.Module) -> None:
                 "be narrowed; call torch.nn.utils.parametrize.remove_parametrizations first"
             )
     for name, parameter in model.named_parameters():
-        if type(parameter.data) is not torch.Tensor or parameter.is_quantized:
+        plain = type(parameter.data) is torch.Tensor
+        if not (plain and (parameter.is_floating_point() or parameter.is_complex())):  # packed integers, say
+            kind = type(parameter if plain else parameter.data).__name__
             raise TypeError(
-                f"{name!r} of `model` is a {type(parameter.data).__name__} in {parameter.dtype}, which cannot be "
-                "narrowed; slimstart trains plain floating-point parameters"
+                f"{name!r} of `model` is a {kind} in {parameter.dtype}, which cannot be narrowed; slimstart trains "
+                "plain floating-point parameters"
             )
 
 
-def data_parallel_around(model: nn.Module) -> list[DistributedDataParallel]:
-    """Every `DistributedDataParallel` that averages gradients of a model."""
+_known: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def data_parallel_around(model: nn.Module, search: bool = False) -> list[DistributedDataParallel]:
+    """Every `DistributedDataParallel` that averages gradients of a model.
+
+    Args:
+        search: find those that there are, which takes some milliseconds; those that are made later are then known.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    # PyTorch keeps no list of wrappers, and a module does not know what is around it.
-    found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-    return [ddp for ddp in found if "module" in ddp._modules and any(module is model for module in ddp.modules())]
+    if search:
+        # PyTorch keeps no list of wrappers, and a module does not know what is around it. But it tells of new ones.
+        if _notice not in _global_module_registration_hooks.values():
+            register_module_module_registration_hook(_notice)
+        classes = _with_subclasses(DistributedDataParallel)
+        _known.update([one for one in gc.get_objects() if type(one) in classes])
+    return [ddp for ddp in _known if "module" in ddp._modules and any(module is model for module in ddp.modules())]
+
+
+def _notice(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    if isinstance(owner, DistributedDataParallel):
+        _known.add(owner)
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    return {cls}.union(*(_with_subclasses(below) for below in cls.__subclasses__()))
 
 
 def process_group(wrappers: list[DistributedDataParallel]) -> Ranks:
@@ -94,7 +117,7 @@ def check_data_parallel(ddp: DistributedDataParallel) -> None:
             any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()),
             "call `optimizer.step()` after it",
         ),
-        ("join()", ddp._join_config.enable, "give all processes as many batches"),
+        ("join()", ddp._join_config.enable, "give all processes the same number of batches"),
     ):
         if used:
             raise ValueError(f"DistributedDataParallel with {option} cannot follow a change of structure; {instead}")
