@@ -16,6 +16,7 @@ import torch._dynamo  # which DistributedDataParallel imports: here, once for al
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -209,6 +210,25 @@ def train_widths(ranks: Ranks, order: str, given: str, loop: str, num: int = 14,
     F.cross_entropy(net(images), labels).backward()  # it goes on as plain data-parallel training
     found["gradients"] = [parameter.grad for parameter in model.parameters()]
     return found | {"model": state(model)}
+
+
+def compiled(ranks: Ranks, order: str) -> dict[str, Any]:
+    """`torch.compile` around the wrapper, or inside it."""
+    model, counter = network("none"), CompileCounter()
+    optimizer = sgd(model)
+    if order == "alone":
+        net: Any = model
+    elif order == "outside":
+        net = torch.compile(wrapped(model), backend=counter)
+    else:
+        net = wrapped(torch.compile(model, backend=counter))
+    sparse = SparseTraining(net, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
+    for images, labels in batches(ranks, 6, even=True):
+        optimizer.zero_grad()
+        F.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+    dense = sparse.state_dict()["model"]
+    return {"dense": dense, "processes": sparse.process_group.size, "compiled": counter.frame_count}
 
 
 def all_ways(ranks: Ranks) -> dict[str, Any]:

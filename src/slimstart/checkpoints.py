@@ -242,7 +242,9 @@ def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: N
             raise CheckpointError("the state dict's optimizer is of another kind, or has other parameter groups")
         for own, group in zip(optimizer.param_groups, one["param_groups"], strict=True):
             for key in own.keys() & group.keys() - {"params"}:
-                flags = key in ("foreach", "fused") and all(_kind(one) in (None, bool) for one in (own[key], group[key]))
+                flags = key in ("foreach", "fused") and all(
+                    _kind(one) in (None, bool) for one in (own[key], group[key])
+                )
                 if _kind(own[key]) != _kind(group[key]) and not flags:
                     raise CheckpointError(f"the state dict's optimizer has {key}={group[key]!r}, this {own[key]!r}")
         parameters = _parameters(optimizer)

@@ -60,6 +60,7 @@ from slimstart.steps.wrappers import (
     data_parallel_around,
     process_group,
     rebuild,
+    uncompiled,
     unwrapped_model,
 )
 
@@ -165,7 +166,8 @@ class SparseTraining(Stepping):
         pretrained = is_pretrained(self.model, self._optimizers) if pretrained is None else pretrained
         device = memory.place(self.model, self._optimizers, example_inputs, budget, full_model_device)
         examples = example_inputs if device is None else memory.on_host(example_inputs)
-        self.graph: ChannelGraph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep)
+        with uncompiled():
+            self.graph: ChannelGraph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep)
         if self.graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
@@ -178,7 +180,8 @@ class SparseTraining(Stepping):
         if self.policy.learns_from == "gradients":
             if not isinstance(self.learner, GradientLearner):
                 raise TypeError("`policy` learns from gradients, but its learner has no `freeze`, `to` and `observe_`")
-            self._gradients = UnitGradients(self.graph, self.model, self._optimizers, examples)
+            with uncompiled():
+                self._gradients = UnitGradients(self.graph, self.model, self._optimizers, examples)
             self.learner.freeze(self._gradients.unobservable)
             if bool(self._gradients.unobservable.all()):
                 logger.warning(
@@ -346,7 +349,7 @@ class SparseTraining(Stepping):
 
     def _end_iteration(self, may_change: bool) -> None:
         """All optimizers have stepped. A policy that learns from losses is told of them in `update`."""
-        if self._gradients is None:
+        if self._gradients is None and not self.settled:
             self._num_untold += 1
         else:
             self._observe()
@@ -387,6 +390,8 @@ class SparseTraining(Stepping):
         self._learn(found.losses)
 
     def _learn(self, losses: Sequence[Tensor]) -> None:
+        if self.settled:  # then the step has been counted when the optimizers made it
+            return
         with self._transaction():
             if self._learns_from_losses:
                 self._drawing.learn(torch.stack([one.detach().double().cpu() for one in losses]))

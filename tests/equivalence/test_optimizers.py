@@ -1,16 +1,31 @@
 """Training narrow is training the masked dense network, for every optimizer with element-wise state."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 import slimstart
-from slimstart.narrow import OptimizerLink, Subnet
+from slimstart.checkpoints import dense_state
+from slimstart.narrow import Change, Networks
 from tests import network_reference as reference
 from tests.zoo import shake
 
@@ -96,73 +111,82 @@ def masks_of(graph):
 
 
 class NarrowRun:
-    """The library's way: an optimizer over the model's parameters, pointed at a narrow network."""
+    """The library's way: the model becomes the network of a mask, and the optimizer's state follows."""
 
     def __init__(self, make_optimizer):
         self.model = make()
-        self.graph = slimstart.trace(self.model, IMAGE)
+        self.graph = slimstart.trace(self.model, IMAGE, coupling="filter")
         self.optimizer = make_optimizer(self.model.parameters())
         self.start()
 
     def start(self):
-        self.subnet = Subnet(self.model, self.graph)
-        named = dict(self.model.named_parameters())
-        moving = {name: named[name] for name in self.graph.tensors if name in named}
-        self.link = OptimizerLink(self.optimizer, moving)
+        self.networks = Networks(self.model, [self.optimizer], self.graph)
+        ports = Change()
+        self.networks.open_ports(ports)
+        ports.apply()
 
     def window(self, mask, numbers, after_step=lambda: None):
-        selection = self.graph.select(mask)
-        self.subnet.load(selection)
-        self.link.point(self.subnet.parameters, selection)
-        self.subnet.module.train()
+        self.networks.prepare(mask[None]).apply()
+        self.model.train()
         for number in numbers:
             self.optimizer.zero_grad()
-            loss_of(self.subnet.module, number).backward()
+            loss_of(self.model, number).backward()
             self.optimizer.step()
             after_step()
-        self.subnet.store()
-        self.link.store(selection)
+
+    @property
+    def weights(self):
+        self.networks.flush()
+        return {**self.model.state_dict(), **self.networks.store.tensors}
 
     @property
     def state(self):
-        return state_by_name(self.model, self.link.dense_state_dict(self.optimizer.state_dict()), self.optimizer)
+        self.networks.flush()
+        return state_by_name(self.model, dense_state(self.optimizer, self.networks), self.optimizer)
 
 
 class MaskedRun:
     """The slow way: the dense network with hooks; whatever is absent is put back after every step."""
 
-    def __init__(self, make_optimizer):
+    def __init__(self, make_optimizer, coupling="filter"):
         self.model = make()
-        self.graph = slimstart.trace(self.model, IMAGE)
+        self.graph = slimstart.trace(self.model, IMAGE, coupling)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def window(self, mask, numbers, after_step=lambda: None):
-        layers = reference.liveness(self.model, IMAGE, self.graph.filters, self.graph.select(mask).mask)
-        hooked = reference.masked(self.model, layers).train()
-        kept = {name: reference.kept_entries(self.model, layers, name) for name in self.model.state_dict()}
         for number in numbers:
-            hooked.load_state_dict(self.model.state_dict())
-            hooked.zero_grad()
-            loss_of(hooked, number).backward()
-            weights, state = copy.deepcopy((self.model.state_dict(), self.state))
-            for parameter, its_twin in zip(self.model.parameters(), hooked.parameters(), strict=True):
-                parameter.grad = its_twin.grad
-            self.optimizer.step()
-            with torch.no_grad():
-                for name, buffer in hooked.named_buffers():
-                    self.model.get_buffer(name).copy_(buffer)
-                for name, tensor in self.model.state_dict().items():
-                    tensor.copy_(torch.where(kept[name], tensor, weights[name]))
-                for name, entries in self.state.items():
-                    for key, value in entries.items():
-                        if isinstance(value, torch.Tensor) and value.shape == kept[name].shape:
-                            rest = state.get(name, {}).get(key, torch.full_like(value, self.initial(key)))
-                            value.copy_(torch.where(kept[name], value, rest))
+            self.step(mask, lambda net, number=number: plain(net, self.optimizer, number, None))
             after_step()
 
-    def initial(self, key):
+    def step(self, mask, train):
+        """Let `train` make a step of the optimizer, with the masked network."""
+        layers = reference.liveness(self.model, IMAGE, self.graph.filters, self.graph.select(mask).mask)
+        kept = {name: reference.kept_entries(self.model, layers, name) for name in self.model.state_dict()}
+        hooked = reference.masked(self.model, layers).train()
+        for mine, its in zip(hooked.modules(), self.model.modules(), strict=True):
+            mine._parameters, mine._buffers = its._parameters, its._buffers
+        weights, state = copy.deepcopy((self.model.state_dict(), self.state))
+        train(hooked)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                assert not parameter.grad[~kept[name]].any(), name
+            for name, tensor in self.model.state_dict().items():
+                tensor.copy_(torch.where(kept[name], tensor, weights[name]))
+            for name, entries in self.state.items():
+                for key, value in entries.items():
+                    if isinstance(value, torch.Tensor) and value.shape == kept[name].shape:
+                        rest = state.get(name, {}).get(key, self.initial(key, weights[name]))
+                        value.copy_(torch.where(kept[name], value, rest))
+
+    def initial(self, key, weights):
         """What the optimizer starts from."""
-        return self.optimizer.param_groups[0]["lr"] if key == "step_size" else 0.0  # Rprop's
+        if key == "step_size":  # Rprop's
+            return torch.full_like(weights, self.optimizer.param_groups[0]["lr"])
+        return weights if key == "ax" else torch.zeros_like(weights)  # ASGD's average
+
+    @property
+    def weights(self):
+        return self.model.state_dict()
 
     @property
     def state(self):
@@ -176,13 +200,14 @@ def state_by_name(model, state_dict, optimizer):
 
 
 def assert_same(narrow, dense):
-    for name, tensor in narrow.model.state_dict().items():
-        torch.testing.assert_close(tensor, dense.model.state_dict()[name], rtol=1e-10, atol=1e-10, msg=name)
-    assert narrow.state.keys() == dense.state.keys()
-    for name, entries in narrow.state.items():
-        assert entries.keys() == dense.state[name].keys(), name
+    for name, tensor in narrow.weights.items():
+        torch.testing.assert_close(tensor, dense.weights[name], rtol=1e-10, atol=1e-10, msg=name)
+    mine, its = narrow.state, dense.state
+    assert mine.keys() == its.keys()
+    for name, entries in mine.items():
+        assert entries.keys() == its[name].keys(), name
         for key, value in entries.items():
-            expected = dense.state[name][key]
+            expected = its[name][key]
             if isinstance(value, torch.Tensor):
                 assert value.shape == expected.shape, (name, key)
                 torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10, msg=f"{key} of {name}")
@@ -192,10 +217,10 @@ def assert_same(narrow, dense):
 
 def assert_absent_is_untouched(run, mask, weights, state):
     """Weights, statistics and state of what the mask drops are the very bits they were."""
-    layers = reference.liveness(run.model, IMAGE, run.graph.filters, run.graph.select(mask).mask)
-    compared = 0
-    for name, tensor in run.model.state_dict().items():
-        absent = ~reference.kept_entries(run.model, layers, name)
+    dense, compared = make(), 0
+    layers = reference.liveness(dense, IMAGE, run.graph.filters, run.graph.select(mask).mask)
+    for name, tensor in run.weights.items():
+        absent = ~reference.kept_entries(dense, layers, name)
         assert torch.equal(tensor[absent], weights[name][absent]), name
         assert not torch.equal(tensor[~absent], weights[name][~absent]), name
         compared += int(absent.sum())
@@ -210,7 +235,7 @@ def test_two_windows(name):
     narrow, dense = NarrowRun(OPTIMIZERS[name]), MaskedRun(OPTIMIZERS[name])
     for number, mask in enumerate(masks_of(narrow.graph)):
         steps = range(5 * number, 5 * number + 5)
-        before = copy.deepcopy((narrow.model.state_dict(), narrow.state))
+        before = copy.deepcopy((narrow.weights, narrow.state))
         narrow.window(mask, steps)
         dense.window(mask, steps)
         assert_same(narrow, dense)
@@ -287,58 +312,176 @@ def test_parameter_groups_and_schedules_survive():
     assert_same(*runs)
 
 
-def test_the_optimizer_holds_the_narrow_parameters_only():
+def test_the_optimizer_holds_the_same_parameters_for_ever():
     run = NarrowRun(OPTIMIZERS["adam"])
+    before = list(run.model.parameters())
     for mask in (*masks_of(run.graph), torch.ones(run.graph.num_units, dtype=torch.bool)):
         run.window(mask, range(1))
         held = [p for group in run.optimizer.param_groups for p in group["params"]]
-        assert {id(p) for p in held} == {id(p) for p in run.subnet.module.parameters()}
-        assert {id(p) for p in run.optimizer.state} == {id(p) for p in held}
-    assert run.subnet.module.fc.bias is run.model.fc.bias  # nothing of it can go
+        assert all(one is other for one, other in zip(held, before, strict=True))
+        assert all(one is other for one, other in zip(run.model.parameters(), before, strict=True))
+        for parameter, state in run.optimizer.state.items():
+            assert state["exp_avg"].shape == parameter.shape
 
 
-def test_equal_shapes_keep_parameters_and_storage():
-    run = NarrowRun(OPTIMIZERS["adam"])
-    mask = masks_of(run.graph)[0]
-    run.window(mask, range(2))
-    parameters = dict(run.subnet.parameters)
-    storage = {name: run.optimizer.state[p]["exp_avg"].data_ptr() for name, p in parameters.items()}
-    conv1 = run.graph.filters["conv1"]
-    other = mask.clone()
-    other[conv1] = mask[conv1].roll(1)  # as many filters, others
-    assert not torch.equal(mask, other)
-    run.window(other, range(2, 3))
-    for name, parameter in run.subnet.parameters.items():
-        assert parameter is parameters[name], name
-        assert run.optimizer.state[parameter]["exp_avg"].data_ptr() == storage[name], name
+# --- the user's own loop, under the default policy -------------------------------------------------------------------
+
+
+def plain(net, optimizer, number, scaler):
+    optimizer.zero_grad()
+    loss_of(net, number).backward()
+    optimizer.step()
+
+
+def closure(net, optimizer, number, scaler):
+    def loss():
+        optimizer.zero_grad()
+        found = loss_of(net, number)
+        found.backward()
+        return found
+
+    assert optimizer.step(loss).requires_grad
+
+
+def accumulation(net, optimizer, number, scaler):
+    optimizer.zero_grad()
+    for part in range(2):
+        (loss_of(net, 1000 * part + number) / 2).backward()
+    optimizer.step()
+
+
+def clipping(net, optimizer, number, scaler):
+    optimizer.zero_grad()
+    loss_of(net, number).backward()
+    assert torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05) > 0.05
+    optimizer.step()
+
+
+def scaling(net, optimizer, number, scaler):
+    optimizer.zero_grad()
+    scaler.scale(loss_of(net, number)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+LOOPS = {loop.__name__: loop for loop in (plain, closure, accumulation, clipping, scaling)}
+USUAL = {
+    "sgd": partial(SGD, lr=0.1),
+    "sgd, momentum, nesterov": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.05),
+    "adam": partial(Adam, lr=0.01, weight_decay=0.05),
+    "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
+    "nadam": partial(NAdam, lr=0.01),
+    "radam": partial(RAdam, lr=0.01),
+    "adamax": partial(Adamax, lr=0.01),
+    "adagrad": partial(Adagrad, lr=0.05, initial_accumulator_value=0.3, lr_decay=0.01),
+    "adadelta": partial(Adadelta, lr=1.0, weight_decay=0.01),
+    "rmsprop": partial(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "rprop": partial(Rprop, lr=0.01),
+    "asgd": partial(ASGD, lr=0.05, weight_decay=0.01),
+}
+FEW = {
+    ("sgd, momentum, nesterov", "plain"),
+    ("adamw", "closure"),
+    ("radam", "accumulation"),
+    ("adadelta", "clipping"),
+    ("adam", "scaling"),
+    ("asgd", "plain"),
+}
+NUM_STEPS = 14
+
+
+class OwnLoop:
+    """A `SparseTraining` with the default policy, in the user's own loop."""
+
+    def __init__(self, make_optimizer):
+        self.model = make()
+        self.optimizer = make_optimizer(self.model.parameters())
+        policy = slimstart.EqualWorth(rounds=5, rate=1.0, pull=0.0, align=1, resample_every=2)
+        self.sparse = slimstart.SparseTraining(
+            self.model, self.optimizer, IMAGE, slimstart.Flops(0.5), policy=policy, pretrained=True
+        )
+
+    def train(self, loop):
+        """Returns the mask of every step."""
+        self.model.train()
+        masks, scaler = [], torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+        for number in range(NUM_STEPS):
+            masks.append(self.sparse.mask)
+            loop(self.model, self.optimizer, number, scaler)
+        return masks
+
+    @property
+    def weights(self):
+        return self.sparse.state_dict()["model"]
+
+    @property
+    def state(self):
+        return state_by_name(self.model, self.sparse.state_dict()["optimizers"][0], self.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    [
+        pytest.param(name, loop, marks=[] if (name, loop) in FEW else pytest.mark.slow)
+        for name in USUAL
+        for loop in LOOPS
+    ],
+)
+def test_the_users_own_loop_is_that_of_the_masked_network(name, loop):
+    ours, dense = OwnLoop(USUAL[name]), MaskedRun(USUAL[name], "stream")
+    masks = ours.train(LOOPS[loop])
+    assert ours.sparse.settled
+    changes = [(one, other) for one, other in itertools.pairwise(masks) if not torch.equal(one, other)]
+    assert len(changes) >= 3
+    gone = masks[0] & ~torch.stack(masks).all(0)
+    assert bool(gone.any())
+    assert any(bool((gone & new & ~old).any()) for old, new in changes), "nothing that was gone has come back"
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+    for number, mask in enumerate(masks):
+        dense.step(mask, lambda net, number=number: LOOPS[loop](net, dense.optimizer, number, scaler))
+    assert_same(ours, dense)
 
 
 # --- state that cannot follow ----------------------------------------------------------------------------------------
 
 
+def refused(make_optimizer):
+    """What a training says in which the structure changes."""
+    with pytest.raises(slimstart.OptimizerStateError) as told:
+        OwnLoop(make_optimizer).train(plain)
+    return str(told.value)
+
+
 def test_factored_state_is_refused():
-    run = NarrowRun(partial(torch.optim.Adafactor, lr=0.01))
-    with pytest.raises(slimstart.OptimizerStateError, match=r"Adafactor keeps 'row_var' for stem\.weight, a tensor of"):
-        run.window(masks_of(run.graph)[0], range(1))
+    said = refused(partial(torch.optim.Adafactor, lr=0.01))
+    assert "Adafactor keeps 'row_var' for stem.weight, a tensor of shape" in said
+    assert "Use an optimizer with element-wise state, or protect the layer by naming it in `keep`" in said
 
 
 def test_factored_state_from_before_is_refused():
-    run = NarrowRun(OPTIMIZERS["sgd"])
-    run.optimizer = torch.optim.Adafactor(run.model.parameters(), lr=0.01)
-    loss_of(run.model.train(), 0).backward()
-    run.optimizer.step()
+    model = make()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    loss_of(model.train(), 0).backward()
+    optimizer.step()
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(slimstart.OptimizerStateError, match=r"'row_var' .*element-wise state, .*naming it in `keep`"):
-        run.start()
+        slimstart.SparseTraining(model, optimizer, IMAGE, slimstart.Flops(0.5))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_layers_that_are_kept_whole_may_have_any_state():
-    run = NarrowRun(OPTIMIZERS["sgd"])
-    run.graph = slimstart.trace(run.model, IMAGE, keep=["stem", "conv1", "conv2"])
-    run.optimizer = torch.optim.Adafactor(run.model.parameters(), lr=0.01)
-    run.start()
-    before = run.model.stem.weight.detach().clone()
-    run.window(torch.ones(0, dtype=torch.bool), range(2))
-    assert not torch.equal(run.model.stem.weight, before)
+    model = make()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    policy = slimstart.EqualWorth(resample_every=1, align=1)
+    sparse = slimstart.SparseTraining(
+        model, optimizer, IMAGE, slimstart.Flops(0.9), policy=policy, keep=["stem", "conv1.weight", "conv2", "bn1"]
+    )
+    assert "conv1.weight" not in sparse.graph.tensors
+    before = model.stem.weight.detach().clone()
+    for number in range(4):
+        plain(model, optimizer, number, None)
+    assert not torch.equal(model.stem.weight, before)
 
 
 class KeepsHistory(SGD):
@@ -352,8 +495,10 @@ class KeepsHistory(SGD):
 
 
 def test_state_in_a_list_is_refused():
-    run = NarrowRun(partial(KeepsHistory, lr=0.1))
-    with pytest.raises(
-        slimstart.OptimizerStateError, match=r"KeepsHistory keeps 'history' for .*, a list: it is neither"
-    ):
-        run.window(masks_of(run.graph)[0], range(1))
+    assert "KeepsHistory keeps 'history' for stem.weight, a list: it is neither" in refused(partial(KeepsHistory, lr=0.1))
+
+
+def test_optimizers_that_run_the_model_several_times_are_refused():
+    model = make()
+    with pytest.raises(ValueError, match="`optimizer` is LBFGS, which cannot step without a closure"):
+        slimstart.SparseTraining(model, torch.optim.LBFGS(model.parameters()), IMAGE, slimstart.Flops(0.5))

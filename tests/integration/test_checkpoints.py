@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import Channels, CheckpointError, EqualWorth, Flops, SparseTraining
+import slimstart
+from slimstart import Channels, CheckpointError, EqualWorth, Flops, Params, SparseTraining, shrink_to
 from tests.settings import arguments
+from tests.zoo.transformers import SeparateAttention, ViT
 
 
 class Residual(nn.Module):
@@ -66,6 +68,8 @@ def training(
     options = {"policy": "paper", "budget": Flops(0.4), "resample_every": 4, "total_steps": 40, **options}
     if options["policy"] == "paper":
         options["seed"] = seed
+    else:
+        options |= {"align": 1, "pull": 0.1, "rate": 1.0, "total_steps": 80}  # small networks change too
     return SparseTraining(
         model, OPTIMIZERS[optimizer](model), torch.zeros(2, 3, 6, 6), coupling=coupling, **arguments(**options)
     )
@@ -409,7 +413,8 @@ def refused(sparse: SparseTraining, state: Any, differences: Any, match: str | N
 
 @pytest.mark.parametrize(
     "key",
-    "format coupling structure num_steps held_steps settled masks capacity pending policy model optimizers random".split(),
+    "format coupling structure num_steps held_steps settled masks capacity pending policy model optimizers "
+    "random".split(),
 )
 def test_a_missing_key(key: str, differences: Any) -> None:
     state = advanced().state_dict()
@@ -661,3 +666,365 @@ def test_budgets_may_change() -> None:
     for batch in batches(5):
         sparse.step(loss_fn, *batch)
     assert sparse.expected_cost <= 0.3
+
+
+# --------------------------------------------------------------------------- narrow state dicts of model and optimizer
+
+
+def through_a_file(state: Any) -> Any:
+    """Saved, and read without executing code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def parts_of(sparse: SparseTraining) -> dict[str, Any]:
+    """The three state dicts that a user may have in a checkpoint of their own."""
+    parts = {"model": sparse.model, "optimizer": sparse.optimizer, "sparse": sparse}
+    return {name: through_a_file(part.state_dict()) for name, part in parts.items()}
+
+
+def load_part(sparse: SparseTraining, parts: dict[str, Any], name: str) -> None:
+    {"model": sparse.model, "optimizer": sparse.optimizer, "sparse": sparse}[name].load_state_dict(parts[name])
+
+
+def masks_differ(one: SparseTraining, other: SparseTraining) -> bool:
+    return not torch.equal(one.mask, other.mask)
+
+
+ALONE: list[dict[str, Any]] = [*MUTATED, {"policy": "paper", "coupling": "stream", "optimizer": "adamw"}]
+
+
+@pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("order", permutations(["model", "optimizer", "sparse"]), ids=" ".join)
+def test_the_three_dicts_are_loaded_in_any_order(
+    order: tuple[str, ...], options: dict[str, Any], differences: Any
+) -> None:
+    sparse, fresh = advanced(num_steps=10, **options), training(seed=9, **options)
+    assert masks_differ(sparse, fresh)
+    parts = parts_of(sparse)
+    random = parts["sparse"]["random"]
+    expected, end = run_on(sparse), everything(sparse)
+    for name in order:
+        load_part(fresh, parts, name)
+    torch.set_rng_state(random)
+    assert differences(through_a_file(fresh.model.state_dict()), parts["model"]) == []
+    assert differences(through_a_file(fresh.optimizer.state_dict()), parts["optimizer"]) == []
+    assert differences(fresh.state_dict(), parts["sparse"]) == []
+    torch.set_rng_state(random)
+    assert differences(expected, run_on(fresh)) == []
+    assert differences(end, everything(fresh)) == []
+
+
+@pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("settled", [False, True], ids=["searching", "settled"])
+def test_the_model_alone_is_good_for_evaluation_and_the_end(
+    settled: bool, options: dict[str, Any], differences: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse, fresh = advanced(num_steps=10, settled=settled, **options), training(seed=9, **options)
+    assert masks_differ(sparse, fresh)
+    images, labels = batches(1)[0]
+    narrow, mask = through_a_file(sparse.model.state_dict()), sparse.mask
+    with torch.no_grad():
+        expected = sparse.model.eval()(images)
+    parameters = list(fresh.model.parameters())
+    fresh.model.load_state_dict(narrow)
+    assert all(one is other for one, other in zip(parameters, fresh.model.parameters(), strict=True))
+    assert torch.equal(fresh.mask, mask)
+    assert differences(dict(narrow), dict(fresh.model.state_dict())) == []
+    with torch.no_grad():
+        torch.testing.assert_close(fresh.model.eval()(images), expected)
+        torch.testing.assert_close(fresh.snapshot().eval()(images), expected)
+
+    weights = copy.deepcopy(fresh.model.state_dict())
+    message = r"another structure was loaded without that of SparseTraining and the optimizer.*`finish` works without"
+    loss_fn(fresh.model.train(), images, labels).backward()
+    with pytest.raises(RuntimeError, match=message):
+        fresh.optimizer.step()
+    fresh.optimizer.zero_grad()
+    before = fresh.num_steps
+    for refuse in (lambda: fresh.step(loss_fn, images, labels), fresh.resample, fresh.settle):
+        with pytest.raises(RuntimeError, match=message):
+            refuse()
+    statistics = [name for name in weights if "running" in name or "num_batches" in name]
+    weights |= {name: fresh.model.state_dict()[name] for name in statistics}  # of the forward above
+    assert differences(dict(weights), dict(fresh.model.state_dict())) == []
+    assert fresh.num_steps == before
+
+    fresh.model.load_state_dict(narrow)
+    finished = fresh.finish().eval()
+    assert finished is fresh.model
+    assert torch.equal(fresh.mask, mask)
+    with torch.no_grad():
+        torch.testing.assert_close(finished(images), expected)
+    assert "finished after" not in caplog.text
+    finished.train()(images).sum().backward()  # a plain module
+    fresh.optimizer.step()
+
+
+@pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
+def test_an_optimizer_alone_of_another_structure(options: dict[str, Any], differences: Any) -> None:
+    sparse, fresh = advanced(num_steps=10, **options), training(seed=9, **options)
+    shapes = [[p.shape for p in one.model.parameters()] for one in (sparse, fresh)]
+    assert shapes[0] != shapes[1]
+    images, labels = batches(1)[0]
+    before, mask = copy.deepcopy(fresh.model.state_dict()), fresh.mask
+    with torch.no_grad():
+        expected = fresh.model.eval()(images)
+    fresh.optimizer.load_state_dict(through_a_file(sparse.optimizer.state_dict()))
+    assert differences(dict(before), dict(fresh.model.state_dict())) == []
+    with torch.no_grad():
+        assert torch.equal(fresh.model.eval()(images), expected)
+    loss_fn(fresh.model.train(), images, labels).backward()
+    message = r"another structure was loaded without that of SparseTraining\. .* load the state dict of SparseTraining"
+    with pytest.raises(RuntimeError, match=message):
+        fresh.optimizer.step()
+    fresh.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=message):
+        fresh.step(loss_fn, images, labels)
+    assert torch.equal(fresh.mask, mask)
+    bound = Flops(0.4).bind(fresh.graph.costs)
+    finished = fresh.finish()
+    assert bound.cost(fresh.mask) <= bound.limit
+    assert finished(images).shape == (8, 5)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_after_one_alone_the_whole_can_be_loaded(name: str, differences: Any) -> None:
+    sparse, fresh = advanced(num_steps=10), training(seed=9)
+    parts = parts_of(sparse)
+    expected = run_on(sparse)
+    load_part(fresh, parts, name)
+    with pytest.raises(RuntimeError, match="without that of"):
+        run_on(fresh)
+    load_part(fresh, parts, "sparse")
+    assert differences(expected, run_on(fresh)) == []
+
+
+@pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
+def test_narrow_dicts_of_the_present_structure_are_loaded_like_any_other(
+    options: dict[str, Any], differences: Any
+) -> None:
+    """To go back to the best epoch, say, once the structure is final."""
+    sparse = advanced(settled=True, **options)
+    parts, random = parts_of(sparse), torch.get_rng_state()
+    expected = run_on(sparse)
+    load_part(sparse, parts, "model")
+    load_part(sparse, parts, "optimizer")
+    torch.set_rng_state(random)
+    assert differences(expected, run_on(sparse)) == []
+
+
+def test_metadata_of_a_narrow_state_dict_survive_a_file() -> None:
+    sparse = advanced()
+    state = through_a_file(sparse.model.state_dict())
+    found = state._metadata[""]["slimstart"]
+    assert torch.equal(found["mask"], sparse.mask)
+    assert found["structure"] == sparse.graph.digest
+    assert found["attributes"]["first.0", "out_channels"] == sparse.model.first[0].out_channels
+    assert {name: tensor.shape for name, tensor in state.items()} == {
+        name: tensor.shape for name, tensor in sparse.model.state_dict().items()
+    }
+    plain = dict(state)  # as after somebody's own loop over tensors: fits its own structure, and no other
+    sparse.model.load_state_dict(plain)
+    with pytest.raises(CheckpointError, match=r"does not fit the narrow model .*nothing was loaded"):
+        training(seed=9).model.load_state_dict(plain)
+
+
+def wrong_narrow_dicts() -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    def without(state: Any) -> Any:
+        del state["first.0.weight"]
+        return state
+
+    def with_more(state: Any) -> Any:
+        state["odd"] = torch.zeros(1)
+        return state
+
+    def wider(state: Any) -> Any:
+        state["head.bias"] = torch.zeros(6)
+        return state
+
+    def no_tensor(state: Any) -> Any:
+        state["first.0.weight"] = 5
+        return state
+
+    def of_another_network(state: Any) -> Any:
+        return advanced(model=Residual(inner=7)).model.state_dict()
+
+    def of_another_coupling(state: Any) -> Any:
+        return advanced(coupling="stream").model.state_dict()
+
+    def without_its_mask(state: Any) -> Any:
+        state._metadata[""]["slimstart"]["mask"] = None
+        return state
+
+    def with_another_mask(state: Any) -> Any:
+        state._metadata[""]["slimstart"]["mask"] = torch.ones(3, dtype=torch.bool)
+        return state
+
+    def dense(state: Any) -> Any:
+        return Residual().state_dict()
+
+    made = (
+        *(without, with_more, wider, no_tensor, of_another_network, of_another_coupling),
+        *(without_its_mask, with_another_mask, dense),
+    )
+    yield from ((one.__name__, one) for one in made)
+
+
+@pytest.mark.parametrize("make", [pytest.param(one, id=name) for name, one in wrong_narrow_dicts()])
+def test_narrow_dicts_that_do_not_fit_leave_no_trace(make: Callable[[Any], Any], differences: Any) -> None:
+    state = make(through_a_file(advanced(num_steps=10).model.state_dict()))
+    sparse = training(seed=9)
+    before = everything(sparse)
+    with pytest.raises((CheckpointError, ValueError, RuntimeError)):
+        sparse.model.load_state_dict(state)
+    assert differences(before, everything(sparse)) == []
+    run_on(sparse, 2)
+
+
+def test_parameters_are_not_exchanged() -> None:
+    sparse = advanced()
+    with pytest.raises(CheckpointError, match="`assign=True` would exchange parameters"):
+        sparse.model.load_state_dict(sparse.model.state_dict(), assign=True)
+
+
+# --------------------------------------------------------------------------- shrink_to
+
+
+class Flat(nn.Sequential):
+    """Batch norm; depthwise, grouped and transposed convolutions; a layer after a flattened map."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+            *(nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16), nn.PReLU(16)),
+            *(nn.Conv2d(16, 32, 3, padding=1, groups=4), nn.ReLU(), nn.Conv2d(32, 24, 1), nn.ReLU()),
+            *(nn.ConvTranspose2d(24, 16, 2, groups=2), nn.ReLU(), nn.ConvTranspose2d(16, 12, 1), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(48, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)),
+        )
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(8, 16), nn.ReLU()),
+            *(nn.Conv2d(16, 12, 3), nn.GroupNorm(12, 12), nn.ReLU(), nn.Conv2d(12, 12, 3), nn.InstanceNorm2d(12)),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5)),
+        )
+
+
+IMAGES = (torch.zeros(2, 3, 6, 6), lambda: torch.randn(4, 3, 6, 6))
+SHRUNK: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, Callable[[], Tensor]]]] = {
+    "batch norm, depthwise, grouped, transposed": (Flat, IMAGES),
+    "group norm": (Normed, IMAGES),
+    "residual": (Residual, IMAGES),
+    "heads": (ViT, (torch.zeros(2, 3, 16, 16), lambda: torch.randn(4, 3, 16, 16))),
+    "heads in layers of their own": (
+        lambda: ViT(SeparateAttention),
+        (torch.zeros(2, 3, 16, 16), lambda: torch.randn(4, 3, 16, 16)),
+    ),
+}
+
+
+def shrunk_training(name: str) -> tuple[SparseTraining, Callable[[], nn.Module], Callable[[], Tensor]]:
+    make, (example, draw) = SHRUNK[name]
+    torch.manual_seed(0)
+    model = make()
+    policy = EqualWorth(resample_every=1, align=1)
+    sparse = SparseTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), example, Params(0.5), policy=policy, total_steps=15
+    )
+    for _ in range(3):
+        sparse.step(lambda net, x: net(x).square().mean(), draw())
+    return sparse, make, draw
+
+
+def counted(model: nn.Module) -> dict[str, int]:
+    """The whole numbers that modules have as attributes."""
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int and name not in ("stream_width",)
+    }
+
+
+@pytest.mark.parametrize("how", ["metadata", "examples"])
+@pytest.mark.parametrize("name", SHRUNK)
+def test_a_dense_module_becomes_as_narrow_as_a_state_dict(name: str, how: str) -> None:
+    sparse, make, draw = shrunk_training(name)
+    dense_size = sum(p.numel() for p in make().parameters())
+    assert sum(p.numel() for p in sparse.model.parameters()) < 0.6 * dense_size
+    x, example = draw(), SHRUNK[name][1][0]
+    if how == "metadata":
+        state = through_a_file(sparse.model.state_dict())
+        found = shrink_to(make(), state)
+    else:
+        sparse.finish()
+        state = through_a_file(dict(sparse.model.state_dict()))
+        found = shrink_to(make(), state, example)
+    model = sparse.model
+    assert counted(found) == counted(model)
+    assert [p.shape for p in found.parameters()] == [p.shape for p in model.parameters()]
+    for training_mode in (True, False):
+        with torch.no_grad():
+            assert torch.equal(found.train(training_mode)(x), model.train(training_mode)(x))
+    assert {key: tensor.tolist() for key, tensor in found.state_dict().items()} == {
+        key: tensor.tolist() for key, tensor in model.state_dict().items()
+    }
+    # It is a module like any other: it trains, copies, is loaded again, and begins a sparse training of its own.
+    found.train()(x).sum().backward()
+    torch.optim.SGD(found.parameters(), lr=0.1).step()
+    again = shrink_to(copy.deepcopy(found), state)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(x), model.eval()(x))
+    found.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["batch norm, depthwise, grouped, transposed", "group norm", "residual"])
+def test_layers_of_pytorch_need_neither_metadata_nor_examples(name: str) -> None:
+    sparse, make, draw = shrunk_training(name)
+    model, x = sparse.finish().eval(), draw()
+    found = shrink_to(make(), dict(model.state_dict())).eval()
+    assert counted(found) == counted(model)
+    with torch.no_grad():
+        assert torch.equal(found(x), model(x))
+
+
+def test_of_ports_there_must_be_none(differences: Any) -> None:
+    """Under the coupling of filters, layers may read other channels than a stream carries."""
+    sparse, x = advanced(num_steps=10), batches(1)[0][0]
+    dense = Residual()
+    before = copy.deepcopy(dense.state_dict())
+    with pytest.raises(CheckpointError, match=r"ports on residual streams; .*`finish\(plain=True\)`"):
+        shrink_to(dense, sparse.model.state_dict())
+    assert differences(dict(before), dict(dense.state_dict())) == []
+    model = sparse.finish(plain=True).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(shrink_to(dense, model.state_dict()).eval()(x), model(x))
+
+
+def test_what_cannot_be_shrunk_to(differences: Any) -> None:
+    sparse, _, _ = shrunk_training("group norm")
+    state = sparse.model.state_dict()
+    few = {key: tensor for key, tensor in state.items() if key != "0.weight"}
+    for wrong, message in (
+        (few, r"differ in 0\.weight"),
+        ({**state, "odd": torch.zeros(1)}, "differ in odd"),
+        ({**state, "0.weight": torch.zeros(17, 3, 3, 3)}, r"0\.weight is \(17, 3, 3, 3\) in the state dict and \(16, "),
+        ({**state, "0.weight": torch.zeros(4)}, r"0\.weight is \(4,\)"),
+        ({**state, "0.weight": "wrong"}, r"0\.weight is no tensor"),
+        (Flat().state_dict(), "differ in"),
+    ):
+        model = Normed()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(CheckpointError, match=message):
+            shrink_to(model, wrong)
+        assert differences(dict(before), dict(model.state_dict())) == []
+        assert counted(model) == counted(Normed())
+    with pytest.raises(ValueError, match="`model` is in a SparseTraining"):
+        shrink_to(sparse.model, state)
+    with pytest.raises(CheckpointError, match="differ in"):
+        slimstart.shrink_to(Normed(), {})

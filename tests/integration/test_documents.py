@@ -1,4 +1,4 @@
-"""The documents: their code runs, and they agree on the version."""
+"""The documents: their code runs, shows the present interface, and they agree on the version."""
 
 import re
 import textwrap
@@ -45,8 +45,23 @@ def test_the_code_runs(document: str, tmp_path: Path, monkeypatch: pytest.Monkey
         exec(compile("\n" * line + code, str(ROOT / document), "exec"), namespace)  # errors name the document's line
 
 
+def test_the_readme_begins_with_the_plain_loop() -> None:
+    (line, code), *_ = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert line < 12  # on the first screen
+    for own in ("model(images)", "loss.backward()", "optimizer.step()", "model = sparse.finish()"):
+        assert own in code
+    assert len(re.findall(r"\bsparse\b", code)) == 2  # made, and finished: nothing in the loop
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_removed_names_are_not_shown(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for name in ("sparse.net", "sparse.sync", "wrap=", "sparse.traffic", "fresh=", "spread_references", "passenger"):
+        assert name not in text, name
+
+
 def test_links_lead_somewhere() -> None:
-    for document in DOCUMENTS:
+    for document in [*DOCUMENTS, "CHANGELOG.md", "CONTRIBUTING.md"]:
         text = (ROOT / document).read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
             if not re.match(r"[a-z]+:", target):

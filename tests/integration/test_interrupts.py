@@ -17,7 +17,9 @@ from torch import Tensor, nn
 import slimstart
 from slimstart import EqualWorth, Flops, Paper, SparseTraining
 
-IMAGES, LABELS = torch.randn(8, 3, 6, 6), torch.randint(0, 4, (8,))
+GENERATOR = torch.Generator().manual_seed(0)
+IMAGES = torch.randn(8, 3, 6, 6, generator=GENERATOR)
+LABELS = torch.randint(0, 4, (8,), generator=GENERATOR)
 PACKAGE = os.path.dirname(slimstart.__file__)
 POLICIES: dict[str, Any] = {
     "equal_worth": EqualWorth(resample_every=2, rounds=8, align=1, pull=0.0),

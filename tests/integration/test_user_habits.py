@@ -25,7 +25,8 @@ from slimstart.policies import Budget
 from tests.settings import arguments
 from tests.zoo import ZOO
 
-IMAGES, LABELS = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
+_RANDOM = torch.Generator().manual_seed(0)
+IMAGES, LABELS = torch.randn(8, 3, 8, 8, generator=_RANDOM), torch.randint(0, 4, (8,), generator=_RANDOM)
 QUICK = EqualWorth(align=1, resample_every=2, rounds=4, rate=1.0, pull=0.0)  # after steps 2, 4, 6, 8
 
 
@@ -90,8 +91,10 @@ POLICIES = pytest.mark.parametrize("policy", [QUICK, Paper(resample_every=2)], i
 def test_a_plain_loop_trains_and_changes_the_structure(budget: Budget) -> None:
     """The default policy, and nothing of ours is called between the constructor and `finish`."""
     model = nn.Sequential(
-        nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 32, 3, padding=1, stride=2),
-        nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4),
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 48, 3, padding=1, stride=2), nn.BatchNorm2d(48), nn.ReLU(),
+        nn.Conv2d(48, 64, 3, padding=1, stride=2), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4),
     )  # fmt: skip
     whole = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -107,7 +110,7 @@ def test_a_plain_loop_trains_and_changes_the_structure(budget: Budget) -> None:
         elif isinstance(budget, Params):
             assert sum(p.numel() for p in model.parameters()) <= 0.4 * sum(p.numel() for p in whole.parameters())
         else:
-            assert model[0].out_channels + model[3].out_channels <= 0.5 * (24 + 32)
+            assert sum(model[layer].out_channels for layer in (0, 3, 6)) <= 0.5 * (32 + 48 + 64)
     assert losses[-1] < 0.5 * losses[0]
     assert len(set(structures)) > 1, "the structure has not been learned"
     assert len(set(structures[8:])) == 1, "the search takes a fifth of the training"

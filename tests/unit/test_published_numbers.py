@@ -118,7 +118,10 @@ def test_sentences_say_what_the_records_say() -> None:
     assert f"it is {starts[3]:.2f} ahead of the uniform MobileNetV1" in how
     assert f"of the one in single units it is {singles[0]:.1f} and {singles[1]:.1f} ahead" in how
     least = [min(three) for three in zip(better.values(), singles, starts, strict=True)]
-    assert f"For VGG-19, it is {least[0]:.1f} and {least[1]:.1f} points ahead of the best network of equal shares" in readme
+    assert (
+        f"For VGG-19, it is {least[0]:.1f} and {least[1]:.1f} points ahead of the best network of equal shares"
+        in readme
+    )
     assert f"for MobileNetV1, {least[3]:.1f} points ahead of the best one" in readme
     assert f"it gains nothing, {-least[2]:.1f} points behind the best one" in readme
     widths = text("docs/widths.md")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slimstart.errors import CheckpointError
 from slimstart.graph import Selection
-from slimstart.narrow.compact import attribute_values, tensor_places
+from slimstart.narrow.compact import attribute_values, port_sides, ports_in, tensor_places
 from slimstart.narrow.hooks import Hook
 from slimstart.narrow.networks import Networks
 from slimstart.narrow.shrink import METADATA
@@ -64,6 +64,9 @@ class ModelState:
             "attributes": {
                 (owners[id(owner)], name): value for owner, name, value in attribute_values(module, selection)
             },
+            "ports": any(
+                side is not None for name in ports_in(selection.graph) for side in port_sides(name, selection)[0]
+            ),
         }
         if self._networks.selection.padded:
             self._networks.flush()

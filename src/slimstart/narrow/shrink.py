@@ -17,6 +17,7 @@ from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph, trace
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import tensor_names, tensor_places
+from slimstart.narrow.hooks import hooks_in
 
 METADATA = "slimstart"
 """Where the state dict of a model in training says which structure it has."""
@@ -39,8 +40,11 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
         The model.
 
     Raises:
-        CheckpointError: names differ, or a tensor is wider than the model's; nothing is changed then.
+        CheckpointError: names differ, a tensor is wider than the model's, or layers have ports; nothing is changed then.
+        ValueError: the model is in a SparseTraining.
     """
+    if hooks_in(model):
+        raise ValueError("`model` is in a SparseTraining; `model.load_state_dict` takes a narrow state dict by itself")
     tensors, places = tensor_names(model), tensor_places(model)
     wanted: dict[str, Tensor] = {}
     problems = []
@@ -50,14 +54,17 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     for name, tensor in tensors.items():
         aliases = [f"{path}.{key}" if path else key for path, key in places[name]]
         values = [state_dict[alias] for alias in aliases if isinstance(state_dict.get(alias), Tensor)]
-        if not values:
-            continue  # a buffer that is not saved
+        if not values:  # otherwise it is a buffer that is not saved
+            problems.extend(f"{alias} is no tensor" for alias in aliases if alias in state_dict)
+            continue
         value = wanted[name] = values[0]
         if value.dim() != tensor.dim() or any(n > d for n, d in zip(value.shape, tensor.shape, strict=False)):
             problems.append(f"{name} is {tuple(value.shape)} in the state dict and {tuple(tensor.shape)} in the model")
+    metadata = getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {})
+    if metadata.get("ports"):
+        problems.append("layers have ports on residual streams; take the state dict after `finish(plain=True)`")
     if problems:
         raise CheckpointError(f"the state dict does not fit: {'; '.join(problems[:3])}")
-    metadata = getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {})
     attributes = dict(metadata.get("attributes", {}))
     if example_inputs is not None:
         attributes |= _traced(trace(model, example_inputs, "stream"), wanted)

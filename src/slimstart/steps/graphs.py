@@ -40,7 +40,7 @@ _PARTS = (
     "the loss function (define it once, outside of the loop)",
     "the structure of the batch",
     "shapes, types or plain values in the batch",
-    "training modes, frozen parameters or the memory of parameters",
+    "training modes or frozen parameters",
     "settings of the optimizer other than the learning rate",
     "autocast",
 )  # of a key
@@ -70,19 +70,21 @@ class Steps:
         self._kinds: OrderedDict[Any, CapturedStep | _Failed | None] = OrderedDict()  # and those with the present ones
         self._num_strangers = 0
         self._modules, self._parameters = _walk(subject.module)
-        self._version = -1
+        self._version, self._addresses = -1, [0]
         self.reason: str | None = None
         self.num_captures = 0
 
     def find(self, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         """The captured step for such a batch; None where the caller has to run it eagerly."""
-        if self._version != self._subject.version:
+        # Addresses too: `model.to(...)`, or weights that are swapped, give parameters other memory.
+        if self._version != self._subject.version or self._addresses != [p.data_ptr() for p in self._parameters]:
             self._kinds.clear()
             if is_scarce():  # steps of other shapes hardly fit into what these have left
                 self._renew_pools()
             self._version = self._subject.version
             # To walk the tree at every step would take longer than a small network's forward.
             self._modules, self._parameters = _walk(self._subject.module)
+            self._addresses = [p.data_ptr() for p in self._parameters]
         leaves, tree = tree_flatten(list(batch))
         if any(isinstance(leaf, Tensor) and leaf.device != self._device for leaf in leaves):
             self._refuse("a tensor of the batch is not on the network's device")
@@ -94,8 +96,7 @@ class Steps:
             (leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         )
-        # Addresses too: `model.to(...)`, or an average that is swapped in, gives parameters other memory.
-        modes = tuple(m.training for m in self._modules), tuple((p.requires_grad, p.data_ptr()) for p in self._parameters)
+        modes = tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         key = (_Same(loss_fn), tree, specs, modes, settings(self._optimizer), autocast)
         if key not in self._kinds and key not in self._met:

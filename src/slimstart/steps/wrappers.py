@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +67,8 @@ def check_model(model: nn.Module) -> None:
                 "plain floating-point parameters"
             )
 
+
+COMPILED = 8  # times that Dynamo compiles a module by default, before it runs it eagerly
 
 _known: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -161,12 +165,26 @@ def _forget_buckets(state: Any) -> None:
         state.iter = min(state.iter, state.start_powerSGD_iter - 2)
 
 
-def allow_recompilation() -> None:
-    """After a change of structure compiled code is compiled once more, which must not count against Dynamo's limit.
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within, compiled modules run as they are written.
 
-    Beyond its limits (eight for a module, 256 for code that modules share), Dynamo runs a frame eagerly.
+    Under a mode that watches operations, Dynamo would compile for that mode, or give up on a module for good.
+    """
+    if "torch._dynamo" not in sys.modules:  # then nothing has been compiled, and the import takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def allow_recompilation() -> None:
+    """After a change of structure models are compiled again, which must not count against Dynamo's limits.
+
+    Beyond them (eight for a module, 256 for code that modules share), Dynamo runs a frame eagerly. Every structure may
+    be compiled as often as a model by default: in training, in evaluation, with other batches.
     """
     if "torch._dynamo" in sys.modules:
         config = sys.modules["torch._dynamo"].config
-        config.recompile_limit += 1
-        config.accumulated_recompile_limit += 1
+        config.recompile_limit += COMPILED
+        config.accumulated_recompile_limit += COMPILED
