@@ -1,11 +1,11 @@
-"""What ranks exchange, and what a step takes, dense and narrow: on one rank and on two, over gloo.
+"""What processes exchange, and the time of a step, dense and narrow: on one process and on two, over gloo.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py --out results/scaling_cpu.json
     python benchmarks/scaling.py --tables results/scaling_cpu.json    # those of docs/scaling.md
 
-The whole batch is the same for any number of ranks. Times are medians over steps behind the first few. "exchange" is an
-all-reduce of as many bytes as the gradients have, alone. For the networks that are only counted (`--count`), bytes are
-those of the draws at the beginning of a search.
+The whole batch is the same for any number of processes. Times are medians over steps after the first few. "exchange" is
+an all-reduce of as many bytes as the gradients have, alone. For the networks that are only counted (`--count`), bytes
+are those of the draws at the beginning of a search.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ def measure(ranks: Ranks, name: str, budget: float, held: int, batch_size: int) 
     own = batch_size * (ranks.rank + 1) // ranks.size - batch_size * ranks.rank // ranks.size
     batch = torch.randn(own, 3, 32, 32), torch.randint(10, (own,))
     dense_bytes = sum(4 * p.numel() for p in model.parameters())
-    wrap = data_parallel if ranks.size > 1 else None
+    net = model if ranks.size == 1 else data_parallel(model)
     if budget == 1.0:
-        training: Any = PlainTraining(model if wrap is None else wrap(model), optimizer)
+        training: Any = PlainTraining(net, optimizer)
     else:
-        training = slimstart.SparseTraining(
-            model, optimizer, batch[0][:1], slimstart.Flops(budget), policy=Paper(resample_every=held), wrap=wrap
-        )
+        policy = Paper(resample_every=held)
+        training = slimstart.SparseTraining(net, optimizer, batch[0][:1], slimstart.Flops(budget), policy=policy)
     times, sizes = [], []
     for _ in range(WARM_UP + STEPS):
         sizes.append(dense_bytes if budget == 1.0 else training.gradient_bytes)

@@ -1,25 +1,20 @@
-"""Your own training loop on several processes, each with its part of every batch. On one machine with two:
+"""A plain training loop on several processes, each with its part of every batch. On one machine with two:
 
     torchrun --nproc-per-node 2 examples/distributed_training.py
 
-All processes draw the same masks and hold the same weights. What they exchange in a step is the gradient of the narrow
-network. Started without torchrun, the same script trains in one process, with the same result up to rounding.
+All processes have the same structure and the same weights. What they exchange in a step is the gradient of the narrow
+network. Without torchrun the same script trains in one process, to the same result but for rounding.
 """
 
 import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 import slimstart
 from slimstart import data, models
 from slimstart.integrations import data_parallel, joined, synchronise_batch_norm
 from slimstart.integrations.distributed import own_device
-
-
-def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(net(images), labels)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -45,22 +40,26 @@ def main(arguments: list[str] | None = None) -> None:
             example_inputs=torch.zeros(1, 1, 28, 28, device=device),
             budget=slimstart.Flops(options.budget),
             total_steps=options.epochs * len(images.train),
-            wrap=data_parallel if ranks.size > 1 else None,
         )
+        net = data_parallel(model) if ranks.size > 1 else model  # or any DistributedDataParallel, before or after
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(images.train))
         for epoch in range(options.epochs):
-            for batch in images.train.epoch(epoch):
-                loss = sparse.step(loss_fn, *batch)  # the mean over all processes, on all of them
+            for inputs, labels in images.train.epoch(epoch):
+                loss = F.cross_entropy(net(inputs), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()  # the structure is learned, and changed, in here: in all processes alike
                 schedule.step()
+            loss = ranks.total(loss) / ranks.size
             if ranks.rank == 0:
                 sent = sparse.gradient_bytes / sparse.dense_gradient_bytes
                 print(f"epoch {epoch + 1}: loss {loss:.3f}, gradients are {100 * sent:.0f}% of the dense ones")
                 if options.save:
                     sparse.save(options.save)  # by one process alone
 
-        small = sparse.finish(images.train.epoch(options.epochs), loss_fn).eval()  # by all of them
+        model = sparse.finish().eval()  # by all of them
         with torch.inference_mode():
-            hits = sum((small(x).argmax(1) == y).sum() for x, y in images.test.epoch(0) if len(y))
+            hits = sum((model(x).argmax(1) == y).sum() for x, y in images.test.epoch(0) if len(y))
         accuracy = 100 * float(ranks.total(torch.as_tensor(hits))) / images.test.num_images
         if ranks.rank == 0:
             print(f"finished: {accuracy:.2f} %")

@@ -573,6 +573,21 @@ def test_steps_are_counted_once_and_return_what_the_loss_function_does(device: s
     assert graphs.reason is None
 
 
+def test_widths_are_learned_with_a_scaler_and_with_clipping(device: str) -> None:
+    settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "total_steps": 80, "max_grad_norm": 0.1}
+    runs = []
+    for engine in ("graphs", "eager"):
+        # Exact in float64, where nothing overflows.
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=4)
+        runs.append((small(device, "adam", engine=engine, scaler=scaler, **settings), scaler))
+    for batch in batches(device, 14):
+        losses = [float(sparse.step(loss_fn, *batch)) for sparse, _ in runs]
+        assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+        assert torch.equal(runs[0][0].mask, runs[1][0].mask)
+    assert runs[0][1].get_scale() == runs[1][1].get_scale() == 2.0**11
+    assert runs[0][0].reason is None
+
+
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
 def test_nothing_is_captured_more_often_than_it_must_be(device: str, policy: str) -> None:
     settings: dict[str, Any] = {"policy": policy, "resample_every": 100}

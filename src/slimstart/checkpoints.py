@@ -21,6 +21,7 @@ from slimstart import atomic
 from slimstart.errors import CheckpointError
 from slimstart.narrow import Capacity, Change, Key, Networks, Store
 from slimstart.narrow.model_state import ModelState
+from slimstart.narrow.shrink import METADATA
 
 FORMAT = "slimstart.training/2"
 _KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "capacity", "pending"}
@@ -121,7 +122,7 @@ class Saved:
 
 def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
     """The state dict that an optimizer would have with all channels; a copy. The store must be up to date."""
-    found = copy.deepcopy(optimizer.state_dict())
+    found = {key: value for key, value in copy.deepcopy(optimizer.state_dict()).items() if key != METADATA}
     for index, parameter in enumerate(_parameters(optimizer)):
         name = networks.name_of(parameter)
         for key, value in found["state"].get(index, {}).items():

@@ -42,7 +42,9 @@ from slimstart.narrow.followers import follower
 from slimstart.narrow.hooks import hooks_in, remove_hooks
 from slimstart.narrow.model_state import ModelState
 from slimstart.narrow.optimizer_state import held_by, unwrapped
+from slimstart.narrow.shrink import METADATA
 from slimstart.policies import Budget, DeviceLearner, GradientLearner, Learner, Policy, get_policy
+from slimstart.policies.base import check_count
 from slimstart.ranks import Ranks, gradient_bytes, num_examples, reporting, running_statistics
 from slimstart.steps import Backward, LossFunction, Steps, check_finite, forward_without_trace, undoing_statistics
 from slimstart.steps.captured import CapturedStep
@@ -149,8 +151,7 @@ class SparseTraining(Stepping):
     ) -> None:
         if not isinstance(budget, Budget):
             raise TypeError(f"`budget` is {budget!r}; it must be a budget, such as slimstart.Flops(0.10)")
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(f"`total_steps` is {total_steps!r}; it must be a whole number, at least 1")
+        check_count("total_steps", total_steps, optional=True)
         self._given, self.model = model, unwrapped_model(model)
         check_model(self.model)
         for ddp in data_parallel_around(self.model, search=True):
@@ -208,10 +209,18 @@ class SparseTraining(Stepping):
         self._change(Draw(masks, True), self._progress)
         remove_hooks(self.model)  # those of another training, of which the model is a copy
         self._state = ModelState(self._networks, self._take_structure)
-        self._handles = [one.register_load_state_dict_post_hook(self._optimizer_loaded) for one in self._optimizers]
-        self._stashed: dict[
-            nn.Parameter, dict[str, Any]
-        ] = {}  # optimizer state of a structure that is still to be loaded
+        self._handles = [
+            handle
+            for one in self._optimizers
+            for handle in (
+                one.register_state_dict_post_hook(self._optimizer_saved),
+                one.register_load_state_dict_pre_hook(self._optimizer_loading),
+                one.register_load_state_dict_post_hook(self._optimizer_loaded),
+            )
+        ]
+        self._loading_mask: Tensor | None = None  # of the optimizer's state dict that is being loaded
+        # Optimizer state of a structure that is still to be loaded, and its mask.
+        self._stashed: dict[nn.Parameter, tuple[dict[str, Any], Tensor | None]] = {}
         self._iterations = Iterations(self._optimizers, self._before_step, self._end_iteration)
         logger.info("%s", self.graph.summary)
 
@@ -874,9 +883,19 @@ class SparseTraining(Stepping):
         change = self._networks.prepare(masks, keep_probs)
         change.set(self, "_missing", self._missing | {"the optimizer", "SparseTraining"})
         self._commit(change, self._progress)
-        for parameter, state in list(self._stashed.items()):
-            if checkpoints.fits(state, parameter):
-                self._optimizer_of(parameter).state[parameter] = self._stashed.pop(parameter)
+        for parameter, (state, own) in list(self._stashed.items()):
+            if checkpoints.fits(state, parameter) and (own is None or torch.equal(own, self.mask)):
+                self._optimizer_of(parameter).state[parameter] = self._stashed.pop(parameter)[0]
+
+    def _optimizer_saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """An optimizer's state dict says of which structure it is; PyTorch ignores keys that it does not know."""
+        state_dict[METADATA] = {"structure": self.graph.digest, "mask": self.mask}
+
+    def _optimizer_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        found = state_dict.get(METADATA, {})
+        if found.get("structure", self.graph.digest) != self.graph.digest:
+            raise CheckpointError("the optimizer's state dict is of another network, coupling or `keep`")
+        self._loading_mask = found.get("mask")
 
     def _optimizer_loaded(self, optimizer: Optimizer) -> None:
         """An optimizer has loaded a state dict, perhaps of a structure that the model is still to get."""
@@ -884,9 +903,12 @@ class SparseTraining(Stepping):
             return
         (unfuse if self._steps is None else fuse)(optimizer)  # settings came with the state dict
         self._networks.exchanged()
+        mask, self._loading_mask = self._loading_mask, None
+        other = mask is not None and not torch.equal(mask, self.mask)
         for parameter, state in list(optimizer.state.items()):
-            if isinstance(parameter, nn.Parameter) and not checkpoints.fits(state, parameter):
-                self._stashed[parameter] = optimizer.state.pop(parameter)
+            moves = isinstance(parameter, nn.Parameter) and self._networks.name_of(parameter) is not None
+            if moves and (other or not checkpoints.fits(state, parameter)):
+                self._stashed[parameter] = optimizer.state.pop(parameter), mask
                 self._missing = self._missing | {"SparseTraining"}
 
     def _optimizer_of(self, parameter: nn.Parameter) -> Optimizer:

@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from itertools import islice, permutations
+from itertools import islice, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import slimstart
 from slimstart import Channels, CheckpointError, EqualWorth, Flops, Params, SparseTraining, shrink_to
 from tests.settings import arguments
-from tests.zoo.transformers import SeparateAttention, ViT
+from tests.zoo.transformers import ProductAttention, SeparateAttention, ViT
 
 
 class Residual(nn.Module):
@@ -555,7 +555,7 @@ MUTATED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", MUTATED, ids=lambda options: " ".join(map(str, options.values())))
 def test_some_wrong_dicts_are_refused_without_a_trace(options: dict[str, Any], differences: Any) -> None:
-    num_refused, num_harmless = all_are_refused_or_harmless(options, every=11, differences=differences)
+    num_refused, num_harmless = all_are_refused_or_harmless(options, every=10, differences=differences)
     assert num_refused >= 130
     assert num_harmless < num_refused / 10
 
@@ -697,7 +697,7 @@ ALONE: list[dict[str, Any]] = [*MUTATED, {"policy": "paper", "coupling": "stream
 
 
 @pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
-@pytest.mark.parametrize("order", permutations(["model", "optimizer", "sparse"]), ids=" ".join)
+@pytest.mark.parametrize("order", list(permutations(["model", "optimizer", "sparse"])), ids=" ".join)
 def test_the_three_dicts_are_loaded_in_any_order(
     order: tuple[str, ...], options: dict[str, Any], differences: Any
 ) -> None:
@@ -766,8 +766,7 @@ def test_the_model_alone_is_good_for_evaluation_and_the_end(
 @pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
 def test_an_optimizer_alone_of_another_structure(options: dict[str, Any], differences: Any) -> None:
     sparse, fresh = advanced(num_steps=10, **options), training(seed=9, **options)
-    shapes = [[p.shape for p in one.model.parameters()] for one in (sparse, fresh)]
-    assert shapes[0] != shapes[1]
+    assert masks_differ(sparse, fresh)  # though shapes may be the same: those of padded networks are here
     images, labels = batches(1)[0]
     before, mask = copy.deepcopy(fresh.model.state_dict()), fresh.mask
     with torch.no_grad():
@@ -910,9 +909,19 @@ class Normed(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
             *(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(8, 16), nn.ReLU()),
-            *(nn.Conv2d(16, 12, 3), nn.GroupNorm(12, 12), nn.ReLU(), nn.Conv2d(12, 12, 3), nn.InstanceNorm2d(12)),
+            *(
+                nn.Conv2d(16, 12, 3),
+                nn.GroupNorm(12, 12),
+                nn.ReLU(),
+                nn.Conv2d(12, 12, 3),
+                nn.InstanceNorm2d(12, affine=True),
+            ),
             *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5)),
         )
+
+
+def wide_vit(attention: type[nn.Module] = ProductAttention) -> nn.Module:
+    return ViT(attention=attention, num_heads=8, mlp_dim=256, depth=1)
 
 
 IMAGES = (torch.zeros(2, 3, 6, 6), lambda: torch.randn(4, 3, 6, 6))
@@ -920,9 +929,9 @@ SHRUNK: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, Callable[[], Tens
     "batch norm, depthwise, grouped, transposed": (Flat, IMAGES),
     "group norm": (Normed, IMAGES),
     "residual": (Residual, IMAGES),
-    "heads": (ViT, (torch.zeros(2, 3, 16, 16), lambda: torch.randn(4, 3, 16, 16))),
+    "heads": (wide_vit, (torch.zeros(2, 3, 16, 16), lambda: torch.randn(4, 3, 16, 16))),
     "heads in layers of their own": (
-        lambda: ViT(SeparateAttention),
+        lambda: wide_vit(SeparateAttention),
         (torch.zeros(2, 3, 16, 16), lambda: torch.randn(4, 3, 16, 16)),
     ),
 }
@@ -967,10 +976,16 @@ def test_a_dense_module_becomes_as_narrow_as_a_state_dict(name: str, how: str) -
         found = shrink_to(make(), state, example)
     model = sparse.model
     assert counted(found) == counted(model)
+    heads = {name for name, value in counted(make()).items() if "num_heads" in name and counted(found)[name] < value}
+    assert bool(heads) == ("heads" in name)
     assert [p.shape for p in found.parameters()] == [p.shape for p in model.parameters()]
-    for training_mode in (True, False):
+    outputs = []
+    for training_mode, net in product((True, False), (found, model)):
+        torch.manual_seed(1)  # of dropout
         with torch.no_grad():
-            assert torch.equal(found.train(training_mode)(x), model.train(training_mode)(x))
+            outputs.append(net.train(training_mode)(x))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], outputs[3])
     assert {key: tensor.tolist() for key, tensor in found.state_dict().items()} == {
         key: tensor.tolist() for key, tensor in model.state_dict().items()
     }
@@ -978,9 +993,9 @@ def test_a_dense_module_becomes_as_narrow_as_a_state_dict(name: str, how: str) -
     found.train()(x).sum().backward()
     torch.optim.SGD(found.parameters(), lr=0.1).step()
     again = shrink_to(copy.deepcopy(found), state)
-    with torch.no_grad():
-        assert torch.equal(again.eval()(x), model.eval()(x))
     found.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(x), found.eval()(x))
 
 
 @pytest.mark.parametrize("name", ["batch norm, depthwise, grouped, transposed", "group norm", "residual"])

@@ -96,6 +96,16 @@ def test_a_wrapper_may_come_before_or_after_and_be_given_or_not(differences: Cal
         assert changes >= 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_a_wrapper_may_be_compiled(order: str, differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = in_all(cases.compiled, order)
+    assert differences(first, second) == []
+    assert first["processes"] == 2
+    assert first["compiled"] > 1
+    assert far(cases.compiled(ALONE, "alone")["dense"], first["dense"]) == []
+
+
 def test_gradients_may_be_accumulated_without_exchange(differences: Callable[[Any, Any], list[str]]) -> None:
     first, second = in_all(cases.accumulated)
     assert differences(first, second) == []
@@ -161,6 +171,7 @@ def test_hooks_of_pytorch_outlast_changes(differences: Callable[[Any, Any], list
 
 
 def test_what_cannot_follow_is_refused() -> None:
+    """Before anything has changed; of a wrapper that comes after, at the first step."""
     instead = {
         "mixed_precision": "use torch.autocast",
         "delay_all_reduce_named_params": "leave it out",

@@ -49,8 +49,9 @@ def train(name, device, coupling):
     file.seek(0)
     sparse.load_state_dict(torch.load(file, weights_only=True))
     losses += [float(sparse.step(loss_fn, images, labels)) for _ in range(3)]
+    dense = {name: tensor.cpu() for name, tensor in sparse.state_dict()["model"].items()}
     small = sparse.finish([(images, labels)] * 2, loss_fn).eval()
-    return losses, sparse.keep_probs, {k: v.cpu() for k, v in model.state_dict().items()}, small(images).detach().cpu()
+    return losses, sparse.keep_probs, dense, small(images).detach().cpu()
 
 
 @pytest.mark.parametrize("coupling", ["filter", "stream"])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimstart import NonFiniteLossError
 from tests.engine_cases import *  # noqa: F403
-from tests.engine_cases import batches, both, captures, loss_fn, small
+from tests.engine_cases import batches, both, captures, dense, loss_fn, small
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +27,9 @@ def device() -> str:
     return "cuda"
 
 
-def test_the_host_waits_for_nothing(device: str) -> None:
-    sparse, data = small(device, dtype=torch.float32), batches(device, 4, dtype=torch.float32)
+@pytest.mark.parametrize("settings", [{}, {"policy": "equal_worth", "resample_every": 100}], ids=str)
+def test_the_host_waits_for_nothing(device: str, settings: dict[str, Any]) -> None:
+    sparse, data = small(device, dtype=torch.float32, **settings), batches(device, 4, dtype=torch.float32)
     for batch in data * 3:
         sparse.step(loss_fn, *batch)
     torch.cuda.synchronize()
@@ -55,6 +58,46 @@ def test_a_scaler_is_captured(device: str) -> None:
     assert runs[0][2] is None
 
 
+def test_a_scaler_and_widths_that_are_learned(device: str) -> None:
+    data, runs = batches(device, 24, dtype=torch.float32), []
+    for engine in ("graphs", "eager"):
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
+        settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 4, "total_steps": 100}
+        sparse = small(device, dtype=torch.float32, engine=engine, scaler=scaler, **settings)
+        runs.append(([float(sparse.step(half, *batch)) for batch in data], sparse))
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=0.05)
+    assert runs[0][1].settled
+    assert runs[0][1].reason is None
+
+
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_memory_of_graphs_does_not_grow_with_changes_of_structure(device: str, policy: str) -> None:
+    settings: dict[str, Any] = {"policy": policy, "resample_every": 4, "total_steps": 400}
+    sparse, data, taken = small(device, dtype=torch.float32, **settings), batches(device, 4, dtype=torch.float32), []
+    for _ in range(12):
+        for batch in data:
+            sparse.step(loss_fn, *batch)
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.memory_reserved())
+    assert taken[-1] < 1.5 * taken[3]
+    sparse.finish(data, loss_fn)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < taken[-1]
+
+
+def test_a_loss_of_a_loop_by_hand_may_be_kept(device: str) -> None:
+    """Its gradient accumulators belong to the stream of that loop, and captures run on another one."""
+    sparse, data = small(device, policy="equal_worth", resample_every=100), batches(device, 6)
+    kept = loss_fn(sparse.model, *data[0])
+    sparse.optimizer.zero_grad()
+    kept.backward()
+    sparse.optimizer.step()
+    for batch in data[1:]:
+        sparse.step(loss_fn, *batch)
+    assert sparse.reason is None
+    assert bool(torch.isfinite(kept))
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_nan_does_not_pass_a_scaler(device: str, enabled: bool) -> None:
     data = batches(device, 5, dtype=torch.float32)
@@ -63,13 +106,11 @@ def test_nan_does_not_pass_a_scaler(device: str, enabled: bool) -> None:
     )
     for batch in data:
         sparse.step(half, *batch)
-    before = {k: v.clone() for k, v in sparse.model.state_dict().items()}
+    before = dense(sparse)
     sparse.step(half, torch.full_like(data[0][0], float("nan")), data[0][1])
-    torch.cuda.synchronize()
-    assert sparse._steps is not None
-    assert sparse._steps.failed
-    sparse._steps.forgive()
-    for key, value in sparse.model.state_dict().items():
+    with pytest.raises(NonFiniteLossError):
+        sparse.state_dict()  # waits for the device
+    for key, value in dense(sparse).items():
         assert torch.equal(value, before[key]), key
 
 

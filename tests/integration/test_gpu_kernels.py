@@ -5,7 +5,7 @@ import torch
 
 from slimstart.kernels import Move, Moves, take_channels, use_triton
 from tests.unit.test_kernels import (
-    EMPTY,
+    PADDING,
     assert_same,
     assert_same_memory,
     channels_example,
@@ -16,13 +16,13 @@ from tests.unit.test_kernels import (
     slow_take,
     test_a_dense_tensor_may_repeat_itself_along_some_dimensions,  # noqa: F401  # here with the device below
     test_a_relu_may_write_over_the_channels,  # noqa: F401
+    test_all_positions_may_be_padding,  # noqa: F401
     test_channels_and_their_gradients_equal_slices,  # noqa: F401
     test_channels_of_views_and_of_many_rows,  # noqa: F401
     test_moves_equal_a_loop,
     test_parameters_move_past_autograd,  # noqa: F401
-    test_places_may_all_be_empty,  # noqa: F401
     test_tensors_of_one_number_and_of_none,  # noqa: F401
-    test_what_is_occupied_is_gathered_from_a_one,  # noqa: F401
+    test_what_is_real_is_gathered_from_a_one,  # noqa: F401
     test_what_was_gathered_comes_back,  # noqa: F401
 )
 
@@ -62,26 +62,26 @@ def onwards(moves):
     return [Move(other.dense, move.narrow, move.starts) for other, move in zip(others, moves, strict=True)]
 
 
-def test_a_graph_of_moves_follows_the_places():
-    moves, places = example(0, "cuda")
+def test_a_graph_of_moves_follows_the_positions():
+    moves, positions = example(0, "cuda")
     back = onwards(moves)
     gather, scatter = Moves(moves), Moves(back)
 
     def step():
-        gather.gather_(places)
-        scatter.scatter_(places)
+        gather.gather_(positions)
+        scatter.scatter_(positions)
 
     graph = capture(step)
     for seed in range(1, 4):
-        expected, new_places = example(seed)
+        expected, new_positions = example(seed)
         expected_back = onwards(expected)
-        places.copy_(new_places)
+        positions.copy_(new_positions)
         for ours, its in zip(moves + back, expected + expected_back, strict=True):
             memory_of(ours.dense).copy_(memory_of(its.dense))
             memory_of(ours.narrow).copy_(memory_of(its.narrow))
         graph.replay()
-        slow_gather_(expected, new_places)
-        slow_scatter_(expected_back, new_places)
+        slow_gather_(expected, new_positions)
+        slow_scatter_(expected_back, new_positions)
         assert_same_memory(moves, expected)
         assert_same_memory(back, expected_back)
 
@@ -95,11 +95,11 @@ def test_plain_torch_moves_on_a_gpu_too(monkeypatch, way):
 def test_moves_of_more_elements_than_32_bits_count():
     dense = torch.empty((3, 2**30), dtype=torch.int8, device="cuda").random_()
     narrow = torch.zeros((1, 2**30), dtype=torch.int8, device="cuda")
-    moves, places = Moves([Move(dense, narrow, {0: 0})]), torch.tensor([2], dtype=torch.int32, device="cuda")
-    moves.gather_(places)
+    moves, positions = Moves([Move(dense, narrow, {0: 0})]), torch.tensor([2], dtype=torch.int32, device="cuda")
+    moves.gather_(positions)
     assert torch.equal(narrow[0], dense[2])
     dense[2] = 0
-    moves.scatter_(places)
+    moves.scatter_(positions)
     assert torch.equal(narrow[0], dense[2])
 
 
@@ -136,7 +136,7 @@ def test_a_graph_of_channels_follows_the_index(monkeypatch, by_triton, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_channels_of_whole_batches(channels, dtype, channels_last):
-    x, index, inverse = channels_example((64, channels, 16, 16), -3, dtype, channels_last, room=2, device="cuda")
+    x, index, inverse = channels_example((64, channels, 16, 16), -3, dtype, channels_last, capacity=2, device="cuda")
     y = take_channels(x, index, inverse, -3)
     expected = slow_take(x, index, -3)
     assert torch.equal(y, expected)
@@ -150,8 +150,8 @@ def test_channels_of_more_elements_than_32_bits_count():
     x.copy_(torch.arange(rows, device="cuda").remainder(251)[:, None])
     x += torch.tensor([0, 1] * 50, device="cuda", dtype=torch.bfloat16)
     index = torch.arange(100, device="cuda").roll(1).int()  # odd and even change places
-    index[7] = EMPTY
-    y = take_channels(x, index, torch.full((100,), EMPTY, device="cuda"), -1)
+    index[7] = PADDING
+    y = take_channels(x, index, torch.full((100,), PADDING, device="cuda"), -1)
     assert y.numel() > 2**31
     assert not y[:, 7].any()
     for i in (0, 1, 98, 99):

@@ -1,8 +1,14 @@
 """The graph engine's decisions, on a GPU that is pretended: the same numbers as eager steps."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from slimstart.steps import graphs
+from slimstart.steps.captured import CapturedStep
 from tests.engine_cases import *  # noqa: F403
+from tests.engine_cases import batches, loss_fn, small
 from tests.pretended_gpu import pretend
 
 
@@ -10,3 +16,23 @@ from tests.pretended_gpu import pretend
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
     pretend(monkeypatch)
     return "cpu"
+
+
+def test_a_capture_that_runs_out_of_memory_is_tried_again_without_a_cache(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[bool] = []
+    emptied: list[None] = []
+
+    def scarce(*args: Any) -> CapturedStep:
+        attempts.append(args[-1])
+        if len(emptied) < len(attempts):
+            raise torch.OutOfMemoryError
+        return CapturedStep(*args)
+
+    monkeypatch.setattr(graphs, "CapturedStep", scarce)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.extend([None, None]))
+    sparse = small(device, resample_every=3)
+    for batch in batches(device, 3):
+        sparse.step(loss_fn, *batch)
+    assert (attempts, sparse.reason) == ([True, True], None), "fused, both times"

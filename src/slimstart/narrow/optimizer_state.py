@@ -82,7 +82,8 @@ class Entry:
         schedule-free ones from the parameter. State that somebody else adds (Lookahead) is what it is nearer to.
         """
         numbers = torch.arange(2, dtype=self.parameter.dtype, device=self.parameter.device)
-        value = first_state(self.optimizer, self.group, numbers.clone()).get(self.key)
+        group = {**self.group, "weight_decay": 0} if "weight_decay" in self.group else self.group  # it is a gradient
+        value = first_state(self.optimizer, group, numbers.clone()).get(self.key)
         if isinstance(value, Tensor) and value.shape == numbers.shape:
             return None if float(value[1]) - float(value[0]) > 0.5 else float(value[0])
         like_parameter = (self.value - self.parameter.detach()).norm() < self.value.norm()

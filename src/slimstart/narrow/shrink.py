@@ -20,7 +20,7 @@ from slimstart.narrow.compact import tensor_names, tensor_places
 from slimstart.narrow.hooks import hooks_in
 
 METADATA = "slimstart"
-"""Where the state dict of a model in training says which structure it has."""
+"""Where the state dicts of a model in training, and of its optimizer, say which structure they have."""
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
         The model.
 
     Raises:
-        CheckpointError: names differ, a tensor is wider than the model's, or layers have ports; nothing is changed then.
+        CheckpointError: names differ, a tensor is wider than the model's, or layers have ports; nothing is changed.
         ValueError: the model is in a SparseTraining.
     """
     if hooks_in(model):

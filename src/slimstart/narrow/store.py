@@ -36,7 +36,8 @@ class Store:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], host: bool = False) -> None:
-        self._dense = {Key(name): tensor.detach() for name, tensor in tensors.items()}
+        # `detach` would share the version counter of a parameter, and writing here would spoil a backward of the model's.
+        self._dense = {Key(name): tensor.data for name, tensor in tensors.items()}
         self.host = host
 
     def __getitem__(self, key: Key) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slimstart.kernels import Move, Moves
+from slimstart.narrow.change import swap_
 from slimstart.steps import fusion
 from slimstart.steps.backward import Backward
 from slimstart.steps.capture import Pool, capture
@@ -137,6 +138,10 @@ class CapturedStep:
         main, beside = (pool.handle for pool in pools)
         run = self._planned(subject.module, loss_fn, batch)
         board.backward.optimizer.zero_grad(set_to_none=True)
+        for parameter in subject.module.parameters():
+            # A loss that somebody keeps from a loop by hand keeps gradient accumulators, and with them its stream.
+            if parameter.requires_grad:
+                swap_(parameter, parameter.data)
         self.forward = capture(partial(self._forward, run), main)
         with board.rates.in_groups():
             self.behind = capture(self._behind, main)

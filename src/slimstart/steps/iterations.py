@@ -6,6 +6,7 @@ where one of them steps less often, when another one is about to step again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ class Iterations:
         return len(self._stepped) >= len(self._optimizers) - 1
 
     def _pre(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_nested(optimizer):
+            return None
         if id(optimizer) in self._stepped:
             self._stepped.clear()
             self._after(False)
@@ -87,7 +90,7 @@ class Iterations:
         return isinstance(found_inf, Tensor) and not self.captured and bool(found_inf)
 
     def _post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.captured:
+        if self.captured or _is_nested(optimizer):
             return
         if id(optimizer) in self._skipped:
             self._skipped.discard(id(optimizer))
@@ -96,3 +99,18 @@ class Iterations:
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
             self._after(True)
+
+
+def _is_nested(optimizer: Optimizer) -> bool:
+    """Asked in a hook: whether the step runs within another one of the same optimizer, which has the same hooks.
+
+    So it is in a subclass that calls `super().step()`: PyTorch adds the hooks to both. The stack says so even after an
+    error in a step, which calls no hook.
+    """
+    hooked = sys._getframe(2)  # PyTorch's wrapper around `step`
+    outer = hooked.f_back
+    while outer is not None:
+        if outer.f_code is hooked.f_code and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False

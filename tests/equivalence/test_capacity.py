@@ -1,4 +1,4 @@
-"""Static slots: a padded training equals the unpadded one, passengers stay zero, and shapes survive draws."""
+"""Capacity to spare: a padded training equals the unpadded one, padding stays zero, and shapes survive draws."""
 
 from typing import Any
 
@@ -11,9 +11,7 @@ from torch.optim import SGD, Adam
 
 from slimstart import Flops, Paper, SparseTraining, flops, models, trace
 from slimstart.graph import ChannelGraph
-from slimstart.narrow import SlotNetworks
-from slimstart.narrow.seating import Seating
-from slimstart.narrow.slots import RENEW, Slots, aligned
+from slimstart.narrow.capacity import RENEW, Capacity, Layout, Planner, aligned
 from tests.zoo import ZOO, Entry, call, cast, tensors
 
 OPTIMIZERS = {
@@ -47,7 +45,7 @@ def trained(entry: Entry, coupling: str, align: int, optimizer: str, steps: int 
         policy=Paper(align=align, resample_every=3, seed=1),
     )
     losses = [float(sparse.step(loss_fn, inputs)) for _ in range(steps)]
-    return losses, {**model.state_dict(), "s": sparse.keep_probs}
+    return losses, {**sparse.state_dict()["model"], "s": sparse.keep_probs}
 
 
 def agree(name: str, coupling: str, optimizer: str) -> None:
@@ -80,7 +78,7 @@ def test_padded_training_equals_unpadded_training_everywhere(name: str, coupling
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Sigmoid, nn.Softplus])
-def test_passengers_stay_zero_while_a_network_is_held(activation: type[nn.Module], optimizer: str) -> None:
+def test_padding_stays_zero_while_a_network_is_held(activation: type[nn.Module], optimizer: str) -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,19 +94,19 @@ def test_passengers_stay_zero_while_a_network_is_held(activation: type[nn.Module
     sparse = SparseTraining(model, optim, inputs, Flops(0.5), policy=Paper(align=4, resample_every=100))
     for _ in range(5):
         sparse.step(loss_fn, inputs)
-    networks = sparse._networks
-    assert isinstance(networks, SlotNetworks)
-    seen = 0
-    for name, parameter in networks.net.parameters.items():
-        passengers = networks.occupied[name] == 0
-        seen += int(passengers.sum())
-        for tensor in (parameter.detach(), *optim.state[parameter].values()):
-            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
-                assert torch.count_nonzero(tensor[passengers]) == 0
+    selection, state, seen = sparse.graph.select(sparse.mask), sparse.state_dict(), 0
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        exact = {"weight": state["model"][name], **state["optimizers"][0]["state"][index]}
+        held = {"weight": parameter.detach(), **optim.state[parameter]}
+        for key, padded in held.items():
+            if isinstance(padded, Tensor) and padded.shape == parameter.shape:
+                kept = selection.gather(name, exact[key])
+                seen += padded.numel() - kept.numel()
+                assert torch.equal(padded[padded != 0].sort().values, kept[kept != 0].sort().values), (name, key)
     assert seen > 0
 
 
-# --------------------------------------------------------------------------- room
+# --------------------------------------------------------------------------- capacity
 
 
 def graph_of(coupling: str = "filter") -> ChannelGraph:
@@ -121,21 +119,22 @@ GRAPHS = {coupling: graph_of(coupling) for coupling in ("filter", "stream")}
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(2, 9), st.sampled_from(["filter", "stream"]), st.integers(1, 3))
-def test_room_is_enough_aligned_and_changes_seldom(seed: int, align: int, coupling: str, num_masks: int) -> None:
+def test_capacity_is_enough_aligned_and_changes_seldom(seed: int, align: int, coupling: str, num_masks: int) -> None:
     generator, graph = torch.Generator().manual_seed(seed), GRAPHS[coupling]
-    slots, table = Slots(graph, align), graph.costs
+    planner, table = Planner(graph, align, spread=4.0), graph.costs
+    capacity: Capacity | None = None
     s = torch.rand(graph.num_units, generator=generator, dtype=torch.float64)
     s = torch.where(s < 0.3, 0.0, torch.where(s > 0.8, 1.0, s))
     changes = 0
     for _ in range(20):
         kept = table.at_least_one(torch.rand(num_masks, graph.num_units, generator=generator) < s)
-        changes += slots.adjust(kept, s)
+        before, capacity = capacity, planner(capacity, kept, s)
+        changes += capacity is not before
         for number, group in enumerate(graph.groups):
-            room, most = int(slots.room.units[number]), int(kept[:, group.units.start : group.units.stop].sum(1).max())
-            assert most <= room
-            assert room % (2 * align if room > 5 * align else align) == 0 or room == len(group.units)
-        seating = Seating(graph, slots.room, torch.device("cpu"))
-        assert bool(seating(kept).fits)
+            units, most = int(capacity.units[number]), int(kept[:, group.units.start : group.units.stop].sum(1).max())
+            assert most <= units
+            assert units % (2 * align if units > 5 * align else align) == 0 or units == len(group.units)
+        assert bool(Layout(graph, capacity, torch.device("cpu"))(kept).fits)
     assert changes <= 3
 
 
@@ -145,63 +144,54 @@ def test_large_widths_are_multiples_of_twice_as_much() -> None:
     assert aligned(widths, 1).tolist() == widths.tolist()
 
 
-def test_without_a_spread_every_draw_has_just_its_own_room() -> None:
-    graph = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
-    slots, generator = Slots(graph, 1, spread=None), torch.Generator().manual_seed(0)
-    for _ in range(6):
-        mask = graph.costs.at_least_one(torch.rand(graph.num_units, generator=generator) < 0.4)
-        assert slots.adjust(mask[None], mask.double(), look=False)
-        assert torch.equal(slots.room.units, torch.bincount(graph.costs.unit_group[mask]))
-        assert slots.flops == Flops(1.0).bind(graph.costs).cost(mask)
-        assert not slots.adjust(mask[None], mask.double(), look=True)
-
-
-def test_room_is_given_up_when_s_has_become_certain() -> None:
+def test_capacity_is_given_up_when_s_has_become_certain() -> None:
     graph = GRAPHS["filter"]
-    slots = Slots(graph, 4)
+    planner = Planner(graph, 4, spread=4.0)
     half = torch.full((graph.num_units,), 0.5, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     mask = graph.costs.at_least_one(torch.rand(2, graph.num_units, generator=generator) < 0.5)
-    slots.adjust(mask, half)
-    before = slots.flops
-    certain = mask[:1].double()[0]
-    changes = [slots.adjust(mask[:1], certain) for _ in range(100)]
-    assert sum(changes) == 1
-    assert slots.flops < before / RENEW
-    fixed = Slots(graph, 4)
-    fixed.adjust(mask[:1], None)  # no other mask will come: no more room than this one needs
-    assert torch.equal(fixed.room.units, slots.room.units)
+    wide = now = planner(None, mask, half)
+    certain, seen = mask[:1].double()[0], set()
+    for _ in range(100):
+        now = planner(now, mask[:1], certain)
+        seen.add(id(now))
+    assert len(seen) == 1
+    assert planner.flops(now) < planner.flops(wide) / RENEW
+    fixed = planner(None, mask[:1], None)  # no other mask will come: no more capacity than this one needs
+    assert torch.equal(fixed.units, now.units)
 
 
 @pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from(["filter", "stream"]))
-def test_seats_are_those_of_the_selection(seed: int, coupling: str) -> None:
-    """Every slot of every axis against the obvious: list the frame's indices, and write -1 for passengers."""
+def test_positions_are_those_of_the_selection(seed: int, coupling: str) -> None:
+    """Every position of every axis against the obvious: list the frame's indices, and write -1 for padding."""
     generator, graph = torch.Generator().manual_seed(seed), GRAPHS[coupling]
     s = torch.rand(graph.num_units, generator=generator, dtype=torch.float64) ** 3
     kept = graph.costs.at_least_one(torch.rand(2, graph.num_units, generator=generator) < s)
-    slots = Slots(graph, 4)
-    slots.adjust(kept, s)
-    seating = Seating(graph, slots.room, torch.device("cpu"))
-    seats = seating(kept)
+    planner = Planner(graph, 4, spread=4.0)
+    capacity = planner(None, kept, s)
+    layout = Layout(graph, capacity, torch.device("cpu"))
+    positions = layout(kept)
     for number, mask in enumerate(kept):
-        inner, padded = graph.select(mask), graph.select_within(mask, seating.frame(mask))
-        for axis, (start, count) in enumerate(zip(seating.start, seating.count, strict=True)):
+        inner, padded = graph.select(mask), graph.select(mask, layout.frame(mask))
+        for axis, (start, count) in enumerate(zip(layout.start, layout.count, strict=True)):
             there = padded.present(axis).nonzero().squeeze(1).tolist()
             expected = [i if bool(inner.present(axis)[i]) else -1 for i in there]
-            assert seats.places[number, start : start + count].tolist() == expected
-        assert graph.flops_within(seating.frame(mask)) == slots.flops
-        for (name, is_write), (own, num_own, stream, num_stream) in seating.ports.items():
+            assert positions.row[number, start : start + count].tolist() == expected
+            host = padded.positions(axis)
+            assert expected == (there if host is None else host.tolist())
+        assert graph.flops_within(layout.frame(mask)) == planner.flops(capacity)
+        for (name, is_write), (own, num_own, stream, num_stream) in layout.ports.items():
             port = (graph.writes if is_write else graph.reads)[name]
             lists = [padded.present(axis).nonzero().squeeze(1).tolist() for axis in (port.live, port.carried)]
             real = [set(inner.present(axis).nonzero().squeeze(1).tolist()) for axis in (port.live, port.carried)]
             for begin, size, mine, other in ((own, num_own, 0, 1), (stream, num_stream, 1, 0)):
                 both = real[0] & real[1]
                 expected = [lists[other].index(i) if i in both else -1 for i in lists[mine]]
-                assert seats.ports[number, begin : begin + size].tolist() == expected
+                assert positions.ports[number, begin : begin + size].tolist() == expected
     full = torch.ones(1, graph.num_units, dtype=torch.bool)
-    if bool((slots.room.units < slots.size).any()):
-        assert not bool(seating(full).fits)
+    if any(int(units) < len(group.units) for units, group in zip(capacity.units, graph.groups, strict=True)):
+        assert not bool(layout(full).fits)
 
 
 @pytest.mark.slow
@@ -223,8 +213,8 @@ def test_shapes_survive_draws_and_cost_what_the_table_says() -> None:
             cost = Flops(1.0).bind(sparse.graph.costs).cost
             for _ in range(6):
                 sparse.resample()
-                shapes[align].add(tuple(tuple(p.shape) for p in sparse.net.parameters()))
-                assert flops(sparse.net, images) == sparse.executed_flops >= cost(sparse.mask)
+                shapes[align].add(tuple(tuple(p.shape) for p in model.parameters()))
+                assert flops(model, images) == sparse.executed_flops >= cost(sparse.mask)
                 assert all(flops(one, images) == sparse.executed.reference_flops[0] for one in sparse.references())
         assert len(shapes[1]) == 6
         assert len(shapes[8]) == 1
@@ -233,18 +223,18 @@ def test_shapes_survive_draws_and_cost_what_the_table_says() -> None:
 def test_a_frame_that_leaves_somebody_out_is_refused() -> None:
     graph = GRAPHS["filter"]
     mask = torch.ones(graph.num_units, dtype=torch.bool)
-    with pytest.raises(ValueError, match="`frame` must have room"):
-        graph.select_within(mask, torch.arange(len(graph.costs.events)) > 3)
+    with pytest.raises(ValueError, match="`frame` must have capacity"):
+        graph.select(mask, torch.arange(len(graph.costs.events)) > 3)
 
 
 def test_what_is_not_kept_is_neither_read_nor_written() -> None:
     graph = GRAPHS["filter"]
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(graph.num_units, generator=generator) < 0.4
-    slots = Slots(graph, 8)
-    slots.adjust(graph.costs.at_least_one(mask)[None], None)
-    frame = Seating(graph, slots.room, torch.device("cpu")).frame(graph.costs.at_least_one(mask))
-    inner, padded = graph.select(mask), graph.select_within(mask, frame)
+    kept = graph.costs.at_least_one(mask)
+    capacity = Planner(graph, 8, spread=4.0)(None, kept[None], None)
+    frame = Layout(graph, capacity, torch.device("cpu")).frame(kept)
+    inner, padded = graph.select(mask), graph.select(mask, frame)
     for name, parameter in models.build("resnet20", num_classes=10).named_parameters():
         dense = parameter.detach().clone()
         narrow = padded.gather(name, dense)
@@ -314,20 +304,22 @@ def test_frozen_and_thawed_parameters_are_followed(align: int) -> None:
     sparse = SparseTraining(
         model, SGD(model.parameters(), lr=0.01), images, Flops(0.4), policy=Paper(align=align, resample_every=3)
     )
+
+    def dense() -> Tensor:
+        value: Tensor = sparse.state_dict()["model"]["stage1.0.conv1.weight"]
+        return value
+
     weight = model.stage1[0].conv1.weight
     sparse.step(loss_fn, images)
     weight.requires_grad_(False)
-    sparse.sync()
-    before = weight.detach().clone()
+    before = dense()
     for _ in range(4):
         sparse.step(loss_fn, images)
-    sparse.sync()
-    assert torch.equal(weight, before)
+    assert torch.equal(dense(), before)
     weight.requires_grad_(True)
     for _ in range(4):
         sparse.step(loss_fn, images)
-    sparse.sync()
-    assert not torch.equal(weight, before)
+    assert not torch.equal(dense(), before)
 
 
 def test_loading_a_model_in_mid_window_keeps_the_draw_that_waits() -> None:
