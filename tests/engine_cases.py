@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -663,3 +664,52 @@ def test_what_changes_in_a_forward_is_the_same_for_both_networks(device: str) ->
         assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
         assert [float(sparse.model.num_forwards) for sparse in runs] == [number, number]
         torch.testing.assert_close(runs[0].keep_probs, runs[1].keep_probs, rtol=0, atol=1e-6)
+
+
+def test_a_loss_that_cannot_be_captured_runs_eagerly_and_says_why(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def curious(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(net(images), labels)
+        assert loss.item() < 1e9
+        return loss
+
+    data = batches(device, 5)
+    sparse = both(device, data, curious, resample_every=3)
+    assert "cannot be captured" in str(sparse.reason)
+    assert "run eagerly" in caplog.text
+    assert captures(sparse) == 0
+    for batch in data:
+        sparse.step(loss_fn, *batch)
+    assert captures(sparse) > 0  # graphs are still possible
+    assert sparse.engine == "graphs"
+    sparse.step(curious, *data[0])
+    assert sparse.engine == "eager"
+    assert "cannot be captured" in str(sparse.reason)
+
+
+def test_a_forward_that_is_another_one_every_time_is_not_captured(device: str) -> None:
+    def moody(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        logits = net(images)
+        for _ in range(random.randrange(1000)):
+            logits = logits + 0.0
+        return F.cross_entropy(logits, labels)
+
+    sparse = small(device, resample_every=3)
+    for batch in batches(device, 4):
+        sparse.step(moody, *batch)
+    assert captures(sparse) == 0
+    assert "DivergedError" in str(sparse.reason)
+
+
+def test_a_capture_that_breaks_off_leaves_the_scaler_as_it_was(device: str) -> None:
+    settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "max_grad_norm": 0.1}
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**8)
+    sparse, read = small(device, scaler=scaler, **settings), []
+    weight = next(sparse.model.parameters())
+    sparse.optimizer.register_step_pre_hook(lambda *_: read.append(float(weight.grad.norm())))  # type: ignore[union-attr]
+    for number, batch in enumerate(batches(device, 4), start=1):
+        sparse.step(loss_fn, *batch)
+        assert (len(read), sparse.num_steps) == (number, number)
+    assert "cannot be captured" in str(sparse.reason)
+    assert captures(sparse) == 0

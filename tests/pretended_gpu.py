@@ -153,9 +153,8 @@ def is_capturing() -> bool:
 def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return type(optimizer) in optimizers.FUSED
-
-
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:

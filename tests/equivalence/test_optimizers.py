@@ -511,7 +511,9 @@ class KeepsHistory(SGD):
 
 
 def test_state_in_a_list_is_refused():
-    assert "KeepsHistory keeps 'history' for stem.weight, a list: it is neither" in refused(partial(KeepsHistory, lr=0.1))
+    assert "KeepsHistory keeps 'history' for stem.weight, a list: it is neither" in refused(
+        partial(KeepsHistory, lr=0.1)
+    )
 
 
 def test_optimizers_that_run_the_model_several_times_are_refused():

@@ -293,6 +293,27 @@ def test_taking_a_state_dict_changes_nothing(differences: Any) -> None:
     assert differences(everything(asked), everything(left_alone)) == []
 
 
+@pytest.mark.parametrize("policy", ["paper", "equal_worth"])
+def test_state_is_taken_between_forward_and_backward(policy: str, differences: Any) -> None:
+    """Which must not count as a change of the weights that the backward needs."""
+    asked, left_alone = (advanced(policy=policy, coupling="stream") for _ in range(2))
+    for sparse in (asked, left_alone):
+        torch.manual_seed(1)
+        loss = loss_fn(sparse.model, *batches(1)[0])
+        if sparse is asked:
+            sparse.state_dict()
+            sparse.model.state_dict()
+            sparse.optimizer.state_dict()
+            sparse.dense_copy()
+            sparse.snapshot()
+        sparse.optimizer.zero_grad()
+        loss.backward()
+        sparse.optimizer.step()
+        if policy == "paper":
+            sparse.update(loss)
+    assert differences(everything(asked), everything(left_alone)) == []
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_state_dict_has_tensors_and_plain_values_only(optimizer: str, differences: Any) -> None:
     state = advanced(optimizer=optimizer).state_dict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from slimstart import NonFiniteLossError
 from tests.engine_cases import *  # noqa: F403
-from tests.engine_cases import batches, both, captures, dense, loss_fn, small
+from tests.engine_cases import batches, dense, loss_fn, small
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,39 +111,3 @@ def test_nan_does_not_pass_a_scaler(device: str, enabled: bool) -> None:
         sparse.state_dict()  # waits for the device
     for key, value in dense(sparse).items():
         assert torch.equal(value, before[key]), key
-
-
-def test_a_loss_that_cannot_be_captured_runs_eagerly_and_says_why(
-    device: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def curious(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(net(images), labels)
-        assert loss.item() < 1e9
-        return loss
-
-    data = batches(device, 5)
-    sparse = both(device, data, curious)
-    assert "cannot be captured" in str(sparse.reason)
-    assert "run eagerly" in caplog.text
-    assert captures(sparse) == 0
-    for batch in data:
-        sparse.step(loss_fn, *batch)
-    assert captures(sparse) > 0  # graphs are still possible
-    assert sparse.engine == "graphs"
-    sparse.step(curious, *data[0])
-    assert sparse.engine == "eager"
-    assert "cannot be captured" in str(sparse.reason)
-
-
-def test_a_forward_that_is_another_one_every_time_is_not_captured(device: str) -> None:
-    def moody(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        logits = net(images)
-        for _ in range(random.randrange(1000)):
-            logits = logits + 0.0
-        return F.cross_entropy(logits, labels)
-
-    sparse = small(device)
-    for batch in batches(device, 4):
-        sparse.step(moody, *batch)
-    assert captures(sparse) == 0
-    assert "DivergedError" in str(sparse.reason)

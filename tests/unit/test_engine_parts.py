@@ -63,6 +63,18 @@ def test_only_a_gpu_has_fused_steps() -> None:
     assert optimizer.param_groups[0]["capturable"] is False
 
 
+def test_parameters_that_will_be_on_a_gpu_have_fused_steps() -> None:
+    """Those of a model whose dense weights are on the host."""
+    there = torch.device("cuda")
+    optimizer = Adam(parameters())
+    assert fuse(optimizer, there)
+    group = optimizer.param_groups[0]
+    assert (group["fused"], group["foreach"], group["capturable"]) == (True, False, True)
+    assert not fuse(RMSprop(parameters()), there)
+    assert not fuse(SGD(parameters(), lr=0.1, maximize=True), there)
+    assert not fuse(SGD([*parameters(), nn.Parameter(torch.ones(2, device="meta"))], lr=0.1), there)
+
+
 def test_engines_that_cannot_be_are_refused_or_explained() -> None:
     optimizer, cpu = SGD(parameters(), lr=0.1), torch.device("cpu")
     assert choose("eager", optimizer, cpu) == ("eager", "it was asked for")
@@ -93,9 +105,9 @@ def test_functions_are_the_same_by_identity_and_methods_by_owner() -> None:
 
 
 def test_a_scaler_that_is_not_enabled_is_none() -> None:
-    optimizer = SGD(parameters(), lr=0.1)
-    assert Backward(optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)).scaler is None
-    assert Backward(optimizer, scaler=torch.amp.GradScaler("cpu")).scaler is not None
+    optimizers = (SGD(parameters(), lr=0.1),)
+    assert Backward(optimizers, scaler=torch.amp.GradScaler("cpu", enabled=False)).scaler is None
+    assert Backward(optimizers, scaler=torch.amp.GradScaler("cpu")).scaler is not None
 
 
 @pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: RMSprop(p, lr=0.01)])

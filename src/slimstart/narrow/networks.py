@@ -173,9 +173,7 @@ class Companion(Network):
         buffer: Tensor = getattr(twin, key)
         return buffer
 
-    def become(
-        self, store: Store, selection: Selection, device: torch.device, values: Sequence[Tensor]
-    ) -> None:
+    def become(self, store: Store, selection: Selection, device: torch.device, values: Sequence[Tensor]) -> None:
         """Be the network of a selection; `values` as for `follow`."""
         change = Change()
         self.fill(change, store, selection, device, in_place=False)

@@ -36,7 +36,7 @@ class Store:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], host: bool = False) -> None:
-        # `detach` would share the version counter of a parameter, and writing here would spoil a backward of the model's.
+        # `detach` would share a parameter's version counter, so that a write here would spoil the model's backward.
         self._dense = {Key(name): tensor.data for name, tensor in tensors.items()}
         self.host = host
 

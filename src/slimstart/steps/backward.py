@@ -70,6 +70,12 @@ class Backward:
             complete(optimizer)  # a parameter may have been thawed
         self.step(torch.isfinite(loss.detach()))
 
+    def break_off(self) -> None:
+        """After a step that failed in the middle: a scaler would take the next one for the rest of it."""
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler._per_optimizer_states.pop(id(optimizer), None)
+
     @property
     def optimizer(self) -> Optimizer:
         """The one optimizer of captured steps."""

@@ -124,6 +124,7 @@ class Steps:
                     kind = self._in_what_is_free(loss_fn, leaves, tree, fuse)
             except Exception as error:  # whatever a user's function does that a graph cannot hold
                 self._renew_pools()
+                self._board.backward.break_off()
                 problem = f"{type(error).__name__}: {error}"
                 if isinstance(error, fusion.DivergedError):
                     break  # a forward that is another one every time: a graph would hold one of them for ever
@@ -141,6 +142,7 @@ class Steps:
         with suppress(torch.OutOfMemoryError):
             return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
         self._renew_pools()
+        self._board.backward.break_off()
         torch.cuda.empty_cache()
         return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
 
