@@ -438,8 +438,9 @@ def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, mon
     graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
     before, steps = eager.mask, graphs._steps
     assert steps is not None
-    pools = steps._pools
+    pools, masks = steps._pools, [eager.mask]
     for batch in batches(device, 33):
+        masks += [eager.mask] if not torch.equal(eager.mask, masks[-1]) else []
         losses = [float(sparse.step(loss_fn, *batch)) for sparse in (graphs, eager)]
         assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
         assert torch.equal(graphs.mask, eager.mask)
@@ -447,6 +448,8 @@ def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, mon
     assert graphs.executed_flops == eager.executed_flops  # nothing is padded
     assert graphs.reason is None
     assert not torch.equal(eager.mask, before)
+    assert len(masks) > 1
+    assert captures(graphs) <= len(masks) + 1  # once for each structure, and once more without observing
     assert (steps._pools is pools) != scarce  # memory of shapes that are gone is given back where it is needed
 
 

@@ -8,8 +8,10 @@ error in a capture. What a pretended GPU cannot show: races between streams, and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -19,11 +21,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from slimstart import training
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.kernels import Moves
 from slimstart.steps import capture as capturing
-from slimstart.steps import optimizers, plain
+from slimstart.steps import choice, optimizers
 
 aten = torch.ops.aten
 WAITING = {
@@ -186,10 +187,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str, str | None]:
         return ("eager", "asked for") if engine == "eager" or not fuse(optimizer) else ("graphs", None)
 
-    for where in (training, plain):
-        monkeypatch.setattr(where, "choose", choose)
-    monkeypatch.setattr(training, "fuse", fuse)
-    monkeypatch.setattr(plain, "fuse_optimizer", fuse)
+    pretended = {choice.choose: choose, optimizers.fuse: fuse}
+    for module in [module for name, module in sys.modules.items() if name.startswith("slimstart.")]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value in pretended:  # wherever it is known
+                monkeypatch.setattr(module, name, pretended[value])
 
 
 def _synchronize(*_: Any) -> None:

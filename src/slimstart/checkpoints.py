@@ -131,11 +131,6 @@ def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
     return found
 
 
-def fits(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Whether optimizer state belongs to a parameter of this shape."""
-    return all(v.shape == parameter.shape for v in state.values() if isinstance(v, Tensor) and v.dim() > 0)
-
-
 def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], model_state: ModelState) -> Saved:
     """Read a state dict of a training.
 
@@ -314,7 +309,8 @@ def _kind(setting: Any) -> Any:
 
 def _check_alike(state: Mapping[int, Mapping[str, Any]], optimizer: Optimizer) -> None:
     """Refuse state of parameters that are not there; and, of PyTorch's optimizers, state that is not of one kind."""
-    number, seen = 0, {}
+    number = 0
+    seen: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
     if odd := state.keys() - range(len(_parameters(optimizer))):
         raise CheckpointError(f"the state dict's optimizer has state for {odd}, and there are no such parameters")
     for position, group in enumerate(optimizer.param_groups):

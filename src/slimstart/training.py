@@ -20,7 +20,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -36,20 +36,20 @@ from slimstart.devices import device_of
 from slimstart.errors import CheckpointError, RankError, TraceError
 from slimstart.finishing import as_loss, first_batches, least_loss
 from slimstart.graph import ChannelGraph
-from slimstart.narrow import Change, Executed, Networks, Planner, is_pretrained, recalibrate, suit_, trace_verified
+from slimstart.narrow import Change, Executed, Transactions, is_pretrained, recalibrate, suit_, trace_verified
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.followers import follower
 from slimstart.narrow.hooks import hooks_in, remove_hooks
 from slimstart.narrow.model_state import ModelState
 from slimstart.narrow.optimizer_state import held_by, unwrapped
-from slimstart.narrow.shrink import METADATA
-from slimstart.policies import Budget, DeviceLearner, GradientLearner, Learner, Policy, get_policy
+from slimstart.narrow.partial_loads import PartialLoads
+from slimstart.policies import Budget, GradientLearner, Learner, Policy, get_policy
 from slimstart.policies.base import check_count
 from slimstart.ranks import Ranks, gradient_bytes, num_examples, reporting, running_statistics
 from slimstart.steps import Backward, LossFunction, Steps, check_finite, forward_without_trace, undoing_statistics
+from slimstart.steps.assembly import assemble
 from slimstart.steps.captured import CapturedStep
-from slimstart.steps.choice import choose
-from slimstart.steps.drawing import DeviceDrawing, Draw, Drawing
+from slimstart.steps.drawing import Draw
 from slimstart.steps.eager import NOTHING, detached, loss_of
 from slimstart.steps.iterations import Iterations
 from slimstart.steps.optimizers import fuse, unfuse
@@ -67,8 +67,6 @@ from slimstart.steps.wrappers import (
 )
 
 logger = logging.getLogger(__name__)
-
-ALIGN = 8  # of capacity in captured steps, where a policy leaves it open
 
 
 class Progress(NamedTuple):
@@ -193,67 +191,27 @@ class SparseTraining(Stepping):
         self._progress = Progress()
         self.num_examples: float = 0
         self.building_seconds = 0.0
-        self._redo: Change | None = None
-        self._undo: Any = None
-        self._missing: set[str] = set()  # what must be loaded before training goes on
+        self._transaction = Transactions(self._light_state, self._restore)
         self._finished = False
         self._joined = False
         self._known_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # of which a warning has been given
         self._num_untold = 0  # steps whose losses have not been given to `update`
         self.process_group: Ranks = process_group([])
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
-        self._assemble(engine, device)
+        parts = assemble(
+            self.model, self._optimizers, self.graph, self.policy, self.learner, self._backward, engine, device
+        )
+        self._networks, self._drawing = parts.networks, parts.drawing
+        self._steps, self._eager = parts.steps, parts.eager
         masks = self.learner.draw()
         if not pretrained and self._gradients is not None:  # only now: whatever can be refused has been
             suit_(self.model, self.graph.select(masks[0]))
         self._change(Draw(masks, True), self._progress)
         remove_hooks(self.model)  # those of another training, of which the model is a copy
         self._state = ModelState(self._networks, self._take_structure)
-        self._handles = [
-            handle
-            for one in self._optimizers
-            for handle in (
-                one.register_state_dict_post_hook(self._optimizer_saved),
-                one.register_load_state_dict_pre_hook(self._optimizer_loading),
-                one.register_load_state_dict_post_hook(self._optimizer_loaded),
-            )
-        ]
-        self._loading_mask: Tensor | None = None  # of the optimizer's state dict that is being loaded
-        # Optimizer state of a structure that is still to be loaded, and its mask.
-        self._stashed: dict[nn.Parameter, tuple[dict[str, Any], Tensor | None]] = {}
+        self._loads = PartialLoads(self._networks, self._optimizers, self._took_settings)
         self._iterations = Iterations(self._optimizers, self._before_step, self._end_iteration)
         logger.info("%s", self.graph.summary)
-
-    def _assemble(self, engine: str, device: torch.device | None) -> None:
-        """The networks, what draws their masks, and captured steps where there can be some."""
-        place, padding, learner = device or device_of(self.model), self.learner.padding, self.learner
-        reason: str | None
-        if self.policy.learns_from == "losses" and device is not None:
-            chosen, reason = "eager", "dense weights are on the host, from where references are filled"
-        elif len(self._optimizers) > 1:
-            chosen, reason = "eager", "there are several optimizers"
-        elif process_group(data_parallel_around(self.model)).size > 1:
-            chosen, reason = "eager", "several processes train together"
-        else:
-            chosen, reason = choose(engine, self._optimizers[0], place)
-        if chosen == "graphs" and padding is not None and padding.align == 1:
-            chosen, reason = "eager", "`align` is 1, so shapes change at every draw"
-        if chosen == "graphs" and padding is None and learner.num_masks > 1:
-            chosen, reason = "eager", "the policy has references and no padding, so their shapes change at every draw"
-        if engine == "graphs" and chosen == "eager":
-            raise ValueError(f"`engine` is 'graphs', but {reason}")
-        align = None if padding is None else padding.align or (ALIGN if chosen == "graphs" else 1)
-        planner = Planner(self.graph, align, padding.spread) if padding is not None and align and align > 1 else None
-        static = chosen == "graphs" and planner is not None and self._gradients is None
-        self._networks = Networks(self.model, self._optimizers, self.graph, planner, static, device)
-        self._steps: Steps | None = None
-        self._eager = reason
-        self._drawing = Drawing(learner)
-        if chosen == "graphs":
-            losses = torch.zeros(learner.num_masks, dtype=torch.float64, device=place)
-            self._steps = Steps(self._networks, self._backward, losses)
-            if static and isinstance(learner, DeviceLearner) and learner.capturable:
-                self._drawing = DeviceDrawing(learner, self._networks, losses, self._steps.ok, self._steps.side)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -409,7 +367,7 @@ class SparseTraining(Stepping):
 
     def _end_window(self, may_change: bool = True) -> None:
         window_ends = not self.settled and self._progress.held_steps + 1 >= self.learner.window
-        with self._transaction() if window_ends else _nothing():
+        with self._transaction() if window_ends else nullcontext():
             self._count(may_change)
 
     def _count(self, may_change: bool) -> None:
@@ -485,41 +443,18 @@ class SparseTraining(Stepping):
                 change.set(self, "_joined", False)  # one was made after the first step
             change.call(allow_recompilation)
         change.set(self, "_progress", progress)
-        self._redo = change
-        try:
-            change.apply()
-        except BaseException:
-            change.apply()  # assignments only: once more completes what was interrupted
-            self._undo = None
-            self._redo = None
-            raise
-        self._undo = None  # in this order: while a change is to be repeated, it is not undone
-        self._redo = None
+        self._transaction.commit(change)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Within, the learner and the progress change together with the networks, or not at all."""
-        self._undo = (self._drawing.state(), self._progress)
-        try:
-            yield
-        except BaseException:
-            self._recover()
-            raise
-        self._undo = None
+    def _light_state(self) -> Any:
+        """What changes together with the networks, and is small."""
+        return self._drawing.state(), self._progress
 
-    def _recover(self) -> None:
-        """Complete, or take back, what was interrupted."""
-        if self._redo is not None:
-            self._redo.apply()
-            self._undo = None
-            self._redo = None
-        elif self._undo is not None:
-            self._drawing.restore(self._undo[0])
-            self._progress = self._undo[1]
-            self._undo = None
+    def _restore(self, state: Any) -> None:
+        self._drawing.restore(state[0])
+        self._progress = state[1]
 
     def _check_unfinished(self) -> None:
-        self._recover()
+        self._transaction.recover()
         if self._finished:
             raise RuntimeError(
                 "this training is finished; `model` is a plain module, which can be trained on, copied and saved by "
@@ -529,11 +464,7 @@ class SparseTraining(Stepping):
     def _ready(self) -> None:
         """Before anything is trained: a whole state, of one structure, on all processes."""
         self._check_unfinished()
-        if self._missing:
-            raise RuntimeError(
-                f"a state dict of another structure was loaded without that of {' and '.join(sorted(self._missing))}. "
-                "To go on training, load the state dict of SparseTraining, which has everything; `finish` works without"
-            )
+        self._loads.check()
         if not self._joined:
             self._join()
 
@@ -558,7 +489,7 @@ class SparseTraining(Stepping):
 
     def references(self) -> Iterator[nn.Module]:
         """The other networks of the draw, one after the other; none where no reference is needed."""
-        self._recover()
+        self._transaction.recover()
         if self.needs_reference:
             yield from self._networks.references()
 
@@ -746,7 +677,7 @@ class SparseTraining(Stepping):
             plain: remove the ports of layers on residual streams too, at the price of rows of zeros. They cost
                 multiply-adds of their own: the budget holds for the network without them.
         """
-        self._recover()
+        self._transaction.recover()
         self._check(wait=True)
         if self._finished:
             return self._given
@@ -767,8 +698,7 @@ class SparseTraining(Stepping):
         change.call(self._drawing.end)
         if self._steps is not None:
             change.call(self._steps.release)
-        for handle in self._handles:
-            change.call(handle.remove)
+        change.call(self._loads.remove)
         for network in (self.model, *(network.module for network, _ in self._networks.followers)):
             change.call(remove_hooks, network)
         change.set(self, "_finished", True)
@@ -783,7 +713,7 @@ class SparseTraining(Stepping):
     @property
     def _is_final(self) -> bool:
         """Whether the mask is the one to end with: fixed, or loaded with a model's state dict and no other."""
-        return self.settled or "the optimizer" in self._missing
+        return self.settled or self._loads.model_alone
 
     def _final_mask(self, batches: Sequence[Any] | None, loss_fn: LossFunction | None, num_samples: int) -> Tensor:
         if batches is None:
@@ -838,7 +768,7 @@ class SparseTraining(Stepping):
         Raises:
             CheckpointError: the dict is not ours, or belongs to another network; nothing is changed then.
         """
-        self._recover()
+        self._transaction.recover()
         if self._finished:
             raise CheckpointError("this training is finished; make a new SparseTraining to resume another one")
         try:
@@ -858,11 +788,16 @@ class SparseTraining(Stepping):
         self._commit(change, Progress(saved.num_steps, saved.held_steps, saved.settled))
 
     def _loaded(self, saved: checkpoints.Saved) -> None:
-        self._missing, self._stashed, self._num_untold = set(), {}, 0
+        self._loads.clear()
+        self._num_untold = 0
         self._drawing.end()
         self._drawing.pending = saved.pending
         for optimizer in self._optimizers:
-            (unfuse if self._steps is None else fuse)(optimizer)  # settings came with the state dict
+            self._took_settings(optimizer)
+
+    def _took_settings(self, optimizer: Optimizer) -> None:
+        """Settings of an optimizer came with a state dict, perhaps from another device."""
+        (unfuse if self._steps is None else fuse)(optimizer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` to a file, atomically."""
@@ -881,46 +816,11 @@ class SparseTraining(Stepping):
         masks = mask[None].repeat(len(self._networks.masks), 1)
         keep_probs = None if self.settled else self.learner.keep_probs
         change = self._networks.prepare(masks, keep_probs)
-        change.set(self, "_missing", self._missing | {"the optimizer", "SparseTraining"})
+        self._loads.model_takes(change)
         self._commit(change, self._progress)
-        for parameter, (state, own) in list(self._stashed.items()):
-            if checkpoints.fits(state, parameter) and (own is None or torch.equal(own, self.mask)):
-                self._optimizer_of(parameter).state[parameter] = self._stashed.pop(parameter)[0]
-
-    def _optimizer_saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """An optimizer's state dict says of which structure it is; PyTorch ignores keys that it does not know."""
-        state_dict[METADATA] = {"structure": self.graph.digest, "mask": self.mask}
-
-    def _optimizer_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        found = state_dict.get(METADATA, {})
-        if found.get("structure", self.graph.digest) != self.graph.digest:
-            raise CheckpointError("the optimizer's state dict is of another network, coupling or `keep`")
-        self._loading_mask = found.get("mask")
-
-    def _optimizer_loaded(self, optimizer: Optimizer) -> None:
-        """An optimizer has loaded a state dict, perhaps of a structure that the model is still to get."""
-        if self._finished:
-            return
-        (unfuse if self._steps is None else fuse)(optimizer)  # settings came with the state dict
-        self._networks.exchanged()
-        mask, self._loading_mask = self._loading_mask, None
-        other = mask is not None and not torch.equal(mask, self.mask)
-        for parameter, state in list(optimizer.state.items()):
-            moves = isinstance(parameter, nn.Parameter) and self._networks.name_of(parameter) is not None
-            if moves and (other or not checkpoints.fits(state, parameter)):
-                self._stashed[parameter] = optimizer.state.pop(parameter), mask
-                self._missing = self._missing | {"SparseTraining"}
-
-    def _optimizer_of(self, parameter: nn.Parameter) -> Optimizer:
-        return next(one for one in self._optimizers if id(parameter) in held_by([one]))
 
     def __reduce__(self) -> Any:
         raise TypeError(
             "a SparseTraining cannot be copied or pickled: its hooks are on your model and your optimizer. Load "
             "its `state_dict()` into another one, with a model and an optimizer of its own"
         )
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -40,7 +40,7 @@ def _small_tiles(monkeypatch):
 
 
 class Kind(NamedTuple):
-    """A dense tensor, `view` of one of the given shape, and the capacity of its narrow one; None is a whole dimension."""
+    """A dense tensor, a `view` of this shape, and the capacity of its narrow one; None for a whole dimension."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ def laid_out(shape, order, dtype, generator, device):
 
 
 def example(seed, device="cpu"):
-    """Moves of all kinds, and positions that use a part of their capacity. The seed changes values, and nothing else."""
+    """Moves of all kinds, and positions that use a part of their capacity. The seed changes values alone."""
     generator = torch.Generator().manual_seed(seed)
     moves, row = [], []
     for kind in KINDS:
@@ -112,7 +112,7 @@ def example(seed, device="cpu"):
                 taken = torch.randperm(capacity, generator=generator)[:filled]
                 positions[taken] = torch.randperm(dense.shape[dim], generator=generator)[:filled]
                 row += positions.tolist()
-        shape = [whole if capacity is None else capacity for whole, capacity in zip(dense.shape, kind.capacity, strict=True)]
+        shape = [whole if own is None else own for whole, own in zip(dense.shape, kind.capacity, strict=True)]
         narrow = laid_out(shape, kind.narrow_order, kind.dtype, generator, device)
         moves.append(Move(dense, narrow, starts))
     return moves, torch.tensor(row, dtype=torch.int32, device=device)

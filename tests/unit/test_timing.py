@@ -54,7 +54,8 @@ def test_a_held_step_draws_nothing(resample_every: int, monkeypatch: pytest.Monk
 
     batch = torch.randn(4, 1, 28, 28), torch.randint(0, 10, (4,))
     times = step_times(recipe, make, batch, own_flops=30, dense_flops=100, rounds=2)
-    assert len(draws) == 1 + 3 + 6  # to begin, to warm up, and two for each of three rounds: one for the total, one for the parts
+    # To begin, to warm up, and two for each of three rounds: one for the total, one for the parts.
+    assert len(draws) == 1 + 3 + 6
     assert times.forward + times.backward < times.total
     assert times.dense is not None
     assert times.narrow is not None

@@ -11,7 +11,7 @@ changes in place, for many forwards of sampled networks; `gating.py`, whose gate
 
 from slimstart.narrow.batchnorm import recalibrate
 from slimstart.narrow.capacity import Capacity, Planner
-from slimstart.narrow.change import Change
+from slimstart.narrow.change import Change, Transactions
 from slimstart.narrow.compact import compact
 from slimstart.narrow.init_scale import compact_fresh, is_pretrained, suit_
 from slimstart.narrow.masking import MaskedNetwork
@@ -30,6 +30,7 @@ __all__ = [
     "Planner",
     "Report",
     "Store",
+    "Transactions",
     "compact",
     "compact_fresh",
     "is_pretrained",

@@ -7,7 +7,8 @@ calling it once more completes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,55 @@ class Change:
         """Make all assignments, in their order."""
         for assignment in self._assignments:
             assignment()
+
+
+class Transactions:
+    """Changes that are made as a whole or not at all, whatever interrupts them.
+
+    Called, it is a context: within, small state changes together with what `commit` changes, or not at all.
+
+    Args:
+        state: returns the small state, which later changes must leave alone.
+        restore: the inverse, by assignments.
+    """
+
+    def __init__(self, state: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        self._state, self._restore = state, restore
+        self._undo: tuple[Any] | None = None
+        self._redo: Change | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._undo = (self._state(),)
+        try:
+            yield
+        except BaseException:
+            self.recover()
+            raise
+        self._undo = None
+
+    def commit(self, change: Change) -> None:
+        """Make a change. From here on it will be completed, and not be undone."""
+        self._redo = change
+        try:
+            change.apply()
+        except BaseException:
+            self.recover()  # assignments only: once more completes what was interrupted
+            raise
+        self._done()
+
+    def recover(self) -> None:
+        """Complete, or take back, what was interrupted; nothing where nothing was."""
+        if self._redo is not None:
+            self._redo.apply()
+            self._done()
+        elif self._undo is not None:
+            self._restore(self._undo[0])
+            self._undo = None
+
+    def _done(self) -> None:
+        self._undo = None  # in this order: while a change is to be repeated, nothing is undone
+        self._redo = None
 
 
 def swap_(tensor: Tensor, value: Tensor) -> None:

@@ -74,7 +74,7 @@ class StreamPort(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made on the fly: pickle and deepcopy rebuild it from the layer's own.
-        return _rebuild, (type(self).__mro__[2],), self.__getstate__()
+        return _rebuild, (type(self).__mro__[2],), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 _PORTED: dict[type[nn.Module], type[nn.Module]] = {}

@@ -95,8 +95,9 @@ def _notice(owner: nn.Module, name: str, module: nn.Module | None) -> None:
         _known.add(owner)
 
 
-def _with_subclasses(cls: type) -> set[type]:
-    return {cls}.union(*(_with_subclasses(below) for below in cls.__subclasses__()))
+def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
+    below: list[type[Any]] = cls.__subclasses__()
+    return {cls}.union(*map(_with_subclasses, below))
 
 
 def process_group(wrappers: list[DistributedDataParallel]) -> Ranks:
@@ -151,7 +152,8 @@ def rebuild(ddp: DistributedDataParallel) -> None:
         dist._register_comm_hook(wrapper.reducer, state, hook)  # type: ignore[attr-defined]
     kind, _, name = hook_name.partition(".")
     if kind == "BuiltinCommHookType":
-        dist._register_builtin_comm_hook(wrapper.reducer, getattr(dist.BuiltinCommHookType, name))
+        functions: Any = dist
+        functions._register_builtin_comm_hook(wrapper.reducer, getattr(functions.BuiltinCommHookType, name))
     if hook_name:
         wrapper.logger._set_comm_hook_name(hook_name)
 
