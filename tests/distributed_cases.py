@@ -290,15 +290,15 @@ def with_options(ranks: Ranks, options: dict[str, Any], partly: bool = False) ->
     """What is exchanged at every step over several changes, and what the wrapper says of itself."""
     torch.manual_seed(0)
     model: Any = Partly().double() if partly else network("none")
-    optimizer = sgd(model)
+    optimizer = sgd(model, lr=1.0)  # so large that importances, and widths, keep changing
     net = wrapped(model, **options)
     sent = counting(net)
     sparse = SparseTraining(net, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
-    found: dict[str, Any] = {"sent": [], "said": [], "views": [], "structures": []}
+    found: dict[str, Any] = {"sent": [], "said": [], "views": [], "masks": []}
     for number, (images, labels) in enumerate(batches(ranks, 12, even=True)):
         model.use = number % 2 == 1
         found["said"].append(sparse.gradient_bytes)
-        found["structures"].append(structure(sparse))
+        found["masks"].append(sparse.mask.tolist())
         sent.clear()
         optimizer.zero_grad()
         F.cross_entropy(net(images), labels).backward()
@@ -336,8 +336,9 @@ def hooks_of_pytorch(ranks: Ranks) -> dict[str, Any]:
             net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         policy = EqualWorth(resample_every=4, align=1)
         sparse = SparseTraining(net, optimizer, EXAMPLE.float(), Flops(0.4), policy=policy, total_steps=100)
-        found[name] = {"seen": [], "changes": 0}
+        found[name] = {"seen": [], "masks": []}
         for images, labels in batches(ranks, 14, even=True):
+            found[name]["masks"].append(sparse.mask.tolist())
             optimizer.zero_grad()
             F.cross_entropy(net(images.float()), labels).backward()
             if name == "power":
@@ -346,8 +347,7 @@ def hooks_of_pytorch(ranks: Ranks) -> dict[str, Any]:
                 grads = [p.grad for p in model.parameters()]
                 found[name]["seen"].append(all(torch.equal(2 * g, (2 * g).half().float()) for g in grads))
             optimizer.step()
-        found[name] |= {"changes": sparse.learner.num_rounds, "model": state(model)}
-        found[name]["hook"] = net._get_ddp_logging_data()["comm_hook"]
+        found[name] |= {"model": state(model), "hook": net._get_ddp_logging_data()["comm_hook"]}
     return found
 
 

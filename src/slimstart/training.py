@@ -32,6 +32,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from slimstart import checkpoints, memory
+from slimstart.accounting import flops as count_flops
 from slimstart.devices import device_of
 from slimstart.errors import CheckpointError, RankError, TraceError
 from slimstart.finishing import as_loss, first_batches, least_loss
@@ -150,7 +151,7 @@ class SparseTraining(Stepping):
         if not isinstance(budget, Budget):
             raise TypeError(f"`budget` is {budget!r}; it must be a budget, such as slimstart.Flops(0.10)")
         check_count("total_steps", total_steps, optional=True)
-        self._given, self.model = model, unwrapped_model(model)
+        self._given, self.model, self._examples = model, unwrapped_model(model), example_inputs
         check_model(self.model)
         for ddp in data_parallel_around(self.model, search=True):
             check_data_parallel(ddp)
@@ -435,12 +436,12 @@ class SparseTraining(Stepping):
         return change
 
     def _commit(self, change: Change, progress: Progress) -> None:
+        wrappers = data_parallel_around(self.model)
+        if wrappers and self.process_group.reference is None:
+            change.set(self, "_joined", False)  # one was made after the first step
         if change.reshapes:
-            wrappers = data_parallel_around(self.model)
             for ddp in wrappers:
                 change.call(rebuild, ddp)
-            if wrappers and self.process_group.reference is None:
-                change.set(self, "_joined", False)  # one was made after the first step
             change.call(allow_recompilation)
         change.set(self, "_progress", progress)
         self._transaction.commit(change)
@@ -706,7 +707,9 @@ class SparseTraining(Stepping):
         self._measure(self.model, seen, loss_fn)
         if plain and self.graph.coupling == "filter":
             logger.info(
-                "ports of residual streams are removed; they kept the network at %d FLOPs (counted with ports)", flops
+                "the plain network has %d FLOPs; with ports on residual streams it would have %d",
+                count_flops(self.model, self._examples),
+                flops,
             )
         return self._given
 

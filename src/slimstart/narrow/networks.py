@@ -702,6 +702,8 @@ class Networks:
         if len(self.masks) == 1:
             return []
         companion = self._static_companion()
+        if not self._noted:  # in the middle of a window that was loaded
+            self.note_buffers()
         companion.follow(self._values(noted=True))
         return [(partial(self.load_reference, number), companion.module) for number in range(1, len(self.masks))]
 

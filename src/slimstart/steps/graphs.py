@@ -64,7 +64,7 @@ class Steps:
         self._subject, self._optimizer, self._fuse = subject, backward.optimizer, fuse
         self._board, self._num_launched = Board.of(subject, backward, losses), 0
         self.losses, self.ok, self._device = losses, self._board.ok, losses.device
-        self._pools = Pool(self._device), Pool(self._device)
+        self._pools: tuple[Pool, Pool] | None = (Pool(self._device), Pool(self._device))
         self.side, self._forwarded = torch.cuda.Stream(self._device), torch.cuda.Event()
         self._met: OrderedDict[Any, None] = OrderedDict()  # kinds of steps that have run eagerly, with any shapes
         self._kinds: OrderedDict[Any, CapturedStep | _Failed | None] = OrderedDict()  # and those with the present ones
@@ -140,17 +140,18 @@ class Steps:
     def _in_what_is_free(self, loss_fn: LossFunction, leaves: Sequence[Any], tree: Any, fuse: bool) -> CapturedStep:
         """While a graph is captured, PyTorch gives back nothing that it has cached for eager steps."""
         with suppress(torch.OutOfMemoryError):
-            return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
-        self._renew_pools()
+            return CapturedStep(self._board, self._pools or self._renew_pools(), loss_fn, leaves, tree, fuse)
+        pools = self._renew_pools()
         self._board.backward.break_off()
         torch.cuda.empty_cache()
-        return CapturedStep(self._board, self._pools, loss_fn, leaves, tree, fuse)
+        return CapturedStep(self._board, pools, loss_fn, leaves, tree, fuse)
 
-    def _renew_pools(self) -> None:
+    def _renew_pools(self) -> tuple[Pool, Pool]:
         """After a capture that broke off, which may have spoilt them, or where their memory is needed."""
         torch.cuda.synchronize()
         self._optimizer.zero_grad(set_to_none=True)  # gradients of a capture lie in its pool
-        self._pools = Pool(self._device), Pool(self._device)
+        self._pools = pools = Pool(self._device), Pool(self._device)
+        return pools
 
     def _meet(self, key: tuple[Any, ...]) -> None:
         last = next(reversed(self._met), key)
@@ -196,9 +197,10 @@ class Steps:
             main.wait_stream(self.side)  # before anybody writes other losses
 
     def release(self) -> None:
-        """Give the memory of all graphs back."""
+        """Give the memory of all graphs back; there will be no other step."""
         self._kinds.clear()
-        self._renew_pools()
+        self._optimizer.zero_grad(set_to_none=True)  # gradients of a capture lie in its pool
+        self._pools = None
 
     @property
     def failed(self) -> bool:
