@@ -1,12 +1,12 @@
 """Dense <-> narrow: make a module the network of a mask, move everything that has channels, prove it right.
 
 Open `compact.py` first: a narrow copy of a model. `networks.py` does the same to the user's own module during a
-training, mask after mask, from the dense tensors in `store.py`, as transactions (`change.py`), with the optimizer state
-that belongs to it (`optimizer_state.py`). `stream_ports.py` is the one thing a narrow network has that the dense one
-has not; `capacity.py` pads networks so that shapes survive a draw. `init_scale.py` scales new weights; `batchnorm.py`
-measures statistics; `verify.py` compares a narrow network with the masked dense one; `shrink.py` fits a dense module to
-a narrow state dict; `hooks.py` has hooks that do nothing in copies. Two that stay dense: `masking.py`, whose mask
-changes in place, for many forwards of sampled networks; `gating.py`, whose gates learn by the chain rule.
+training, mask after mask (`modules.py`), from the dense tensors in `store.py`, as transactions (`change.py`), with the
+optimizer state that belongs to it (`optimizer_state.py`). `stream_ports.py` is the one thing a narrow network has that
+the dense one has not; `capacity.py` pads networks so that shapes survive a draw. `init_scale.py` scales new weights;
+`batchnorm.py` measures statistics; `verify.py` compares a narrow network with the masked dense one; `shrink.py` fits a
+dense module to a narrow state dict; `hooks.py` has hooks that do nothing in copies. Two that stay dense: `masking.py`,
+whose mask changes in place, for many forwards of sampled networks; `gating.py`, whose gates learn by the chain rule.
 """
 
 from slimstart.narrow.batchnorm import recalibrate

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from slimstart.narrow.compact import tensor_names
-from slimstart.narrow.networks import Network, Networks
+from slimstart.narrow.modules import Network
+from slimstart.narrow.networks import Networks
 from slimstart.narrow.store import Store
 
 

@@ -16,9 +16,8 @@ draw, so that a CUDA graph can hold them:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,26 +26,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.kernels import Move, Moves
 from slimstart.narrow.capacity import Capacity, Layout, Planner, Positions
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import (
-    RECORD,
-    Record,
-    attribute_values,
     narrow_copy,
-    port_sides,
-    ports_in,
     tensor_names,
-    tensor_places,
 )
 from slimstart.narrow.hooks import remove_hooks
+from slimstart.narrow.modules import Companion, Network, WholeBuffers
 from slimstart.narrow.optimizer_state import Entry, entries
+from slimstart.narrow.padding import PaddingGradients, real_entries
 from slimstart.narrow.store import Key, Store
-from slimstart.narrow.stream_ports import Side, close_port, open_port, set_port
+from slimstart.narrow.stream_ports import Side, open_port, set_port
 
 
 @dataclass(frozen=True)
@@ -62,126 +56,6 @@ class Executed:
     flops: int
     reference_flops: tuple[int, ...]
     num_filters: dict[str, int]
-
-
-class Network:
-    """A module whose tensors are those of a selection; the same module for ever.
-
-    Args:
-        module: of the class of the graph's model, with the same names.
-        graph: of the model.
-    """
-
-    def __init__(self, module: nn.Module, graph: ChannelGraph) -> None:
-        self.module, self.graph = module, graph
-        places = tensor_places(module)
-        self._owners = {
-            name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
-        }
-        self._parameters = {name: p for name, p in module.named_parameters() if name in graph.tensors}
-        owners = {owner for found in self._owners.values() for owner, _ in found}
-        self._layers = [
-            (f"{path}.{key}".lstrip("."), parent, key, layer)
-            for path, parent in module.named_modules()
-            for key, layer in parent._modules.items()
-            if layer is not None and not owners.isdisjoint(layer.modules())
-        ]
-        self.ports = {name: module.get_submodule(name) for name in ports_in(graph)}
-
-    def tensor(self, name: str) -> Tensor:
-        """The narrow tensor of this name, as it is now: `model.to(...)` replaces buffers."""
-        owner, key = self._owners[name][0]
-        tensor: Tensor = getattr(owner, key)
-        return tensor
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that can shrink, by name."""
-        return self._parameters
-
-    def check(self) -> None:
-        """Refuse a module in which somebody has exchanged a layer or a parameter."""
-        layers = [name for name, parent, key, layer in self._layers if parent._modules.get(key) is not layer]
-        for name in layers or [
-            name
-            for name, parameter in self._parameters.items()
-            if any(owner._parameters.get(key) is not parameter for owner, key in self._owners[name])
-        ]:
-            raise RuntimeError(
-                f"{name!r} of the model is another {'layer' if layers else 'parameter'} than when the SparseTraining "
-                "was made. Replace layers before that; `finish` comes before other changes"
-            )
-
-    def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
-        """Become the network of a selection, with the values of a store."""
-        assign = change.copy if in_place else change.swap
-        for name in self.graph.tensors:
-            assign(self.tensor(name), store.read(Key(name), selection, device))
-        for owner, attribute, value in attribute_values(self.module, selection):
-            change.set(owner, attribute, value)
-
-    def point_ports(self, change: Change, selection: Selection) -> None:
-        """Point the ports of layers on streams at what a selection keeps."""
-        for name, layer in self.ports.items():
-            sides, width, dims = port_sides(name, selection)
-            change.call(set_port, layer, sides[0], sides[1], width, dims)
-
-
-class Companion(Network):
-    """A second network beside the model: it shares parameters that cannot shrink, and has buffers of its own.
-
-    So a forward through it leaves no trace in the model.
-    """
-
-    def __init__(self, networks: Networks) -> None:
-        model, graph = networks.model, networks.graph
-        memo: dict[int, object] = {}
-        for name, tensor in tensor_names(model).items():
-            if name in graph.tensors:
-                empty = tensor.detach().new_empty(0)
-                memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-            elif isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = tensor
-        module = copy.deepcopy(model, memo)
-        remove_hooks(module)
-        super().__init__(module, graph)
-        self._pairs = list(zip(model.modules(), module.modules(), strict=True))
-        self._seen: dict[int, tuple[int, int]] = {}  # versions of both buffers when they were last equal
-        twins = dict(self._pairs)
-        self._buffers = [(twins[owner], key) for owner, key in networks.whole_buffers]
-        self.selection: Selection | None = None
-
-    @torch.no_grad()
-    def follow(self, values: Sequence[Tensor]) -> None:
-        """Be in the model's modes, and have these values of the buffers that cannot shrink."""
-        for mine, twin in self._pairs:
-            if twin.training is not mine.training:  # to set an attribute of a module takes far longer than to look
-                twin.training = mine.training
-        for number, (value, (twin, key)) in enumerate(zip(values, self._buffers, strict=True)):
-            own = self.buffer(number)
-            if self._seen.get(number) == (value._version, own._version):
-                continue
-            if _alike(own, value):
-                own.copy_(value)
-            else:
-                own = twin._buffers[key] = value.detach().clone()
-            self._seen[number] = (value._version, own._version)
-
-    def buffer(self, number: int) -> Tensor:
-        """One of the buffers that cannot shrink."""
-        twin, key = self._buffers[number]
-        buffer: Tensor = getattr(twin, key)
-        return buffer
-
-    def become(self, store: Store, selection: Selection, device: torch.device, values: Sequence[Tensor]) -> None:
-        """Be the network of a selection; `values` as for `follow`."""
-        change = Change()
-        self.fill(change, store, selection, device, in_place=False)
-        self.point_ports(change, selection)
-        change.apply()
-        torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
-        self.selection = selection
-        self.follow(values)
 
 
 class Networks:
@@ -230,19 +104,9 @@ class Networks:
         self._companion: Companion | None = None
         self._units: dict[int, Tensor] = {}  # along axes that were asked for
         self._units_version = -1
-        self._real: dict[str, Tensor] = {}  # for every padded parameter, 1 where it is real and 0 where it is padding
-        self._zeroing: dict[str, RemovableHandle] = {}
-        self._zeroing_on = True
+        self._padding = PaddingGradients(self._network.parameters)
         self._known: Any = None  # what the tables of moves were made for
-        shrinking = {id(self._network.tensor(name)) for name in graph.tensors}
-        self.whole_buffers = [
-            (owner, key)
-            for owner in model.modules()
-            for key, buffer in owner._buffers.items()
-            if buffer is not None and id(buffer) not in shrinking
-        ]
-        self._noted: dict[int, tuple[Tensor, int]] = {}  # values of these buffers, and their versions then
-        self._changing: set[int] = set()  # those that do not stay as they are
+        self._whole = WholeBuffers(self._network)
 
     # --- what there is -----------------------------------------------------------------------------------------------
 
@@ -450,8 +314,8 @@ class Networks:
                 (self._positions.ports, positions.ports),
             ):
                 change.copy(mine, its)
-            for name, mine in self._real.items():
-                change.copy(mine, self._real_entries(selection, name))
+            for name, mine in self._padding.real.items():
+                change.copy(mine, self._real(selection, name))
             return
         change.set(self, "_layout", layout)
         change.set(self, "masks", kept)
@@ -461,42 +325,15 @@ class Networks:
         change.set(self, "_reference_ports", positions.ports[0].clone())
         change.set(self, "_companion", None)
         change.set(self, "_known", None)
-        change.set(self, "_real", {name: self._real_entries(selection, name) for name in self.parameters})
+        change.set(self._padding, "real", {name: self._real(selection, name) for name in self.parameters})
         self._set_ports(change, self._network, layout, positions.ports[0])
-        change.call(self._zero_padding_gradients)
+        change.call(self._padding.watch)
 
     # --- references --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def note_buffers(self) -> None:
-        """Note the buffers that cannot shrink, for references: they begin a step with what the model begins it with.
-
-        A forward of the model may change them, and may run in parallel.
-        """
-        copies: list[Tensor] = []
-        values: list[Tensor] = []
-        for number, (owner, key) in enumerate(self.whole_buffers):
-            buffer: Tensor = getattr(owner, key)
-            noted, version = self._noted.get(number, (None, -1))
-            if noted is None or not _alike(noted, buffer):
-                self._noted[number] = buffer.detach().clone(), buffer._version
-                self.version += number in self._changing  # a graph has the other one
-                continue
-            if version != buffer._version:
-                self.version += number not in self._changing  # references are captured again, with it
-                self._changing.add(number)
-                self._noted[number] = noted, buffer._version
-            if number in self._changing:  # without a new version, too: a graph gives none
-                copies.append(noted)
-                values.append(buffer)
-        if copies:
-            torch._foreach_copy_(copies, values)
-
-    def _values(self, noted: bool) -> list[Tensor]:
-        """Of the buffers that cannot shrink: those noted, or the present ones."""
-        if noted:
-            return [self._noted[number][0] for number in range(len(self.whole_buffers))]
-        return [getattr(owner, key) for owner, key in self.whole_buffers]
+        """Note the buffers that cannot shrink, for references, at the beginning of a step."""
+        self.version += self._whole.note()
 
     def references(self, note: bool = True) -> Iterator[nn.Module]:
         """The other networks of the draw, one after the other.
@@ -510,7 +347,7 @@ class Networks:
             self.flush()  # somebody has called `model.to(...)` since the draw
         if self._moves_on_device:
             companion = self._static_companion()
-            companion.follow(self._values(noted=True))
+            companion.follow(self._whole.noted)
             for number in range(1, len(self.masks)):
                 self.load_reference(number)
                 torch.clear_autocast_cache()
@@ -528,7 +365,7 @@ class Networks:
     def _of_masks(self, masks: Tensor, noted: bool) -> Iterator[nn.Module]:
         companion = self._companion
         if companion is None or self._moves_on_device:  # tensors of the one that graphs know keep their addresses
-            companion = Companion(self)
+            companion = Companion(self.model, self.graph, self._whole.places)
         if not self._moves_on_device:
             self._companion = companion
         for mask in masks:
@@ -537,7 +374,12 @@ class Networks:
                 kept = self.graph.costs.at_least_one(mask.to(self.device))
                 fits = bool(self._layout(kept[None]).fits)  # shapes that the device has seen already
                 frame = self._layout.frame(kept) if fits else None
-            companion.become(self.store, self.graph.select(mask, frame), self.device, self._values(noted))
+            companion.become(
+                self.store,
+                self.graph.select(mask, frame),
+                self.device,
+                self._whole.noted if noted else self._whole.values,
+            )
             yield companion.module
 
     def copy_of(self, mask: Tensor | None = None, plain: bool = False) -> nn.Module:
@@ -556,38 +398,20 @@ class Networks:
         """Everything that leaves a plain module behind: no padding, no port that is not needed."""
         self.flush()
         change, selection = Change(), self.exact_selection
-        for name in self.graph.tensors:
-            change.swap(self.tensor(name), self.store.read(Key(name), selection, self.device, plain))
         for entry in self._entries():
-            change.put(
-                entry.state, entry.key, self.store.read(Key(entry.name, entry.key), selection, self.device, plain)
-            )
-        for owner, attribute, value in attribute_values(self.model, selection, plain):
-            change.set(owner, attribute, value)
+            value = self.store.read(Key(entry.name, entry.key), selection, self.device, plain)
+            change.put(entry.state, entry.key, value)
         for network, own in self.followers:
             for name in self.graph.tensors:
                 own.write(Key(name), self.selection, network.tensor(name).detach())
-                change.swap(network.tensor(name), own.read(Key(name), selection, self.device, plain))
-            for owner, attribute, value in attribute_values(network.module, selection, plain):
-                change.set(owner, attribute, value)
-        for network in (self._network, *(network for network, _ in self.followers)):
-            for name, layer in network.ports.items():
-                sides, width, dims = port_sides(name, selection)
-                if plain or all(side is None for side in sides):
-                    change.call(close_port, layer)
-                else:
-                    change.call(set_port, layer, sides[0], sides[1], width, dims)
-            dense = {name: self.store[Key(name)] for name in self.graph.tensors}
-            shapes = {name: tuple(dense.get(name, t).shape) for name, t in tensor_names(network.module).items()}
-            shapes = {name: shape for name, shape in shapes.items() if ".stream_" not in f".{name}"}
-            change.put(vars(network.module), RECORD, Record(tuple(self.graph.attributes), shapes))
-        for handle in self._zeroing.values():
-            change.call(handle.remove)
+        for network, own in ((self._network, self.store), *self.followers):
+            network.finish(change, own, selection, self.device, plain)
+        change.call(self._padding.remove)
         change.call(self._clear_gradients)
         change.set(self, "_layout", None)
         change.set(self, "_planner", None)
         change.set(self, "_selection", selection)
-        change.set(self, "_real", {})
+        change.set(self._padding, "real", {})
         change.set(self, "version", self.version + 1)
         change.call(self._release)
         return change
@@ -595,7 +419,7 @@ class Networks:
     def _release(self) -> None:
         """Give the memory of references, and of tables, back."""
         self._companion = None
-        self._noted.clear()
+        self._whole.clear()
         for tables in ("_moves", "_mark_real", "_in_reference"):
             vars(self).pop(tables, None)
 
@@ -606,44 +430,16 @@ class Networks:
 
     # --- padding -----------------------------------------------------------------------------------------------------
 
-    def _real_entries(self, selection: Selection, name: str) -> Tensor:
-        dense = self.store[Key(name)]
-        narrow = torch.ones(selection.shape(name, dense.shape), dtype=dense.dtype, device=self.device)
-        for dim, positions in selection.indices(name, self.device).items():
-            narrow.mul_((positions >= 0).to(dense.dtype).view([-1 if d == dim else 1 for d in range(dense.dim())]))
-        return _in_order_of(dense, narrow)
+    def _real(self, selection: Selection, name: str) -> Tensor:
+        return real_entries(selection, name, self.store[Key(name)], self.device)
 
-    def _zero_padding_gradients(self) -> None:
-        """Keep gradients of padding at zero: otherwise it would learn.
-
-        Padding computes zero, but a gradient can reach it all the same: through a stream that another layer writes too,
-        or from an activation that does not keep zero.
-        """
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad and name not in self._zeroing:
-                hook = partial(self._zero_padding, name)
-                self._zeroing[name] = parameter.register_post_accumulate_grad_hook(hook)
-
-    def _zero_padding(self, name: str, parameter: Tensor) -> None:
-        if self._zeroing_on and parameter.grad is not None and name in self._real:
-            parameter.grad.mul_(self._real[name])
-
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
+    def without_hooks(self) -> AbstractContextManager[None]:
         """Gradients of padding are left as they come, until `zero_padding` clears them all at once."""
-        self._zeroing_on = False
-        try:
-            yield
-        finally:
-            self._zeroing_on = True
+        return self._padding.left_alone()
 
     def zero_padding(self) -> None:
         """Clear the gradients of all padding."""
-        with_grad = [
-            (p.grad, self._real[name]) for name, p in self.parameters.items() if p.grad is not None and self._real
-        ]
-        if with_grad:
-            torch._foreach_mul_([grad for grad, _ in with_grad], [real for _, real in with_grad])
+        self._padding.clear()
 
     def _set_ports(self, change: Change, network: Network, layout: Layout, buffer: Tensor) -> None:
         """Point the ports at static positions."""
@@ -690,11 +486,9 @@ class Networks:
         self._in_reference.gather_(self._positions.row[number])
         self._reference_ports.copy_(self._positions.ports[number])
         assert self._companion is not None
-        if self._changing:
-            changing = sorted(self._changing)
-            torch._foreach_copy_(
-                [self._companion.buffer(one) for one in changing], [self._noted[one][0] for one in changing]
-            )
+        if changing := self._whole.changing:
+            noted = self._whole.noted
+            torch._foreach_copy_([self._companion.buffer(one) for one in changing], [noted[one] for one in changing])
 
     @property
     def companions(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
@@ -702,9 +496,9 @@ class Networks:
         if len(self.masks) == 1:
             return []
         companion = self._static_companion()
-        if not self._noted:  # in the middle of a window that was loaded
+        if not self._whole.is_noted:  # in the middle of a window that was loaded
             self.note_buffers()
-        companion.follow(self._values(noted=True))
+        companion.follow(self._whole.noted)
         return [(partial(self.load_reference, number), companion.module) for number in range(1, len(self.masks))]
 
     def _static_companion(self) -> Companion:
@@ -720,7 +514,7 @@ class Networks:
 
     def refresh(self) -> None:
         """Make the tables of moves again if there are other tensors: optimizer state after the first steps, say."""
-        self._zero_padding_gradients()
+        self._padding.watch()
         found = self._entries()
         narrow = [self.tensor(name) for name in self.graph.tensors]
         now = [(t.data_ptr(), t.dtype) for t in (*narrow, *(entry.value for entry in found))]
@@ -741,9 +535,11 @@ class Networks:
             dense = self.store.like(Key(entry.name, entry.key), entry.value, self._start(entry))
             moves.append(self._move(entry.name, dense, entry.value))
         self._moves = Moves(moves)
-        self._mark_real = Moves([self._move(name, self._ones(name, real), real) for name, real in self._real.items()])
+        self._mark_real = Moves(
+            [self._move(name, self._ones(name, real), real) for name, real in self._padding.real.items()]
+        )
         if len(self.masks) > 1 and self._companion is None:
-            self._companion = Companion(self)
+            self._companion = Companion(self.model, self.graph, self._whole.places)
             change = Change()
             kept = self.masks[1]
             self._companion.fill(
@@ -768,13 +564,3 @@ class Networks:
 def num_filters(graph: ChannelGraph, units: Tensor) -> dict[str, int]:
     """How many filters of each layer go with these units, those that are always there included."""
     return {name: int((units[owner.clamp(min=0)] | (owner < 0)).sum()) for name, owner in graph.filters.items()}
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
-def _in_order_of(dense: Tensor, narrow: Tensor) -> Tensor:
-    order = sorted(range(dense.dim()), key=lambda dim: -dense.stride()[dim])
-    inverse = [order.index(dim) for dim in range(dense.dim())]
-    return narrow.permute(order).contiguous().permute(inverse)
