@@ -119,6 +119,7 @@ class Record:
     peak_memory_bytes: int
     history: tuple[Epoch, ...]
     engine: str | None = None  # "eager" or "graphs"; None in records from before there were two
+    ports: int | None = None  # layers with a port on a residual stream; `flops` are with ports; None in older records
     building_seconds: float | None = None  # of `train_seconds`: capturing graphs, and what runs eagerly before
     # of several ranks; None in a run of one
     ranks: int | None = None

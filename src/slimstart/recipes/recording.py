@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slimstart import records
 from slimstart.accounting.train_cost import formula_flops
+from slimstart.narrow.stream_ports import StreamPort
 from slimstart.recipes import surroundings
 from slimstart.recipes.measure import StepTimes
 from slimstart.recipes.method import Method
@@ -83,6 +84,7 @@ def make_record(name: str, task: Task, method: Method, progress: Progress, end: 
         peak_memory_bytes=progress.peak_memory,
         history=tuple(progress.history),
         engine=method.engine,
+        ports=sum(isinstance(layer, StreamPort) for layer in network.modules()),
         building_seconds=method.building_seconds,
         **_exchanged(task, progress),
     )
