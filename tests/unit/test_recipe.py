@@ -137,7 +137,7 @@ def test_a_search_starts_at_the_flops_that_the_paper_reports(name: str) -> None:
     assert entry.paper is not None
     classes, side = (1000, 224) if "imagenet" in name else (10, 32)
     network = make_model(entry.recipe.model, num_classes=classes, in_channels=3)
-    graph = trace(network, torch.zeros(1, 3, side, side))
+    graph = trace(network, torch.zeros(1, 3, side, side), "filter")
     assert isinstance(entry.recipe.parsed_budget, Channels)
     s = torch.full((graph.num_units,), entry.recipe.parsed_budget.fraction, dtype=torch.float64)
     bound = Flops(1.0).bind(graph.costs)
