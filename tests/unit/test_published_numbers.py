@@ -365,3 +365,14 @@ def test_tables_of_steps_are_those_of_the_records(file: str, label: str) -> None
         ]
         for row in found.rows
     ]
+
+
+def test_the_front_door_costs_what_is_said() -> None:
+    record = json.loads((REPOSITORY / "results" / "front_door_cpu.json").read_text(encoding="utf-8"))
+    assert len(record["settled_step_ms"]) == 2
+    assert all(times["ratio"] < 1.02 for times in record["settled_step_ms"].values())
+    (change,) = record["change_of_structure"].values()
+    assert change["seconds"] < 0.1
+    assert change["stored_weights"] <= 1
+    assert "differ by less than 2 %" in text("docs/performance.md")
+    assert "VGG-19 takes less than 0.1 s" in text("docs/performance.md")
