@@ -745,8 +745,12 @@ class SparseTraining(Stepping):
         """Everything: dense weights and optimizer state, what is learned, masks, generators. One dict resumes.
 
         Tensors, numbers, strings and containers only, so that `torch.load(weights_only=True)` reads it back.
+
+        Raises:
+            RuntimeError: the model has loaded a structure of its own, which the training does not know: see `PartialLoads`.
         """
         self._check_unfinished()
+        self._loads.check()  # otherwise whoever resumes would train what is refused here
         self._check(wait=True)
         capacity = self._networks.capacity
         return {

@@ -903,3 +903,29 @@ def test_large_constant_buffers_are_not_copied_in_a_step() -> None:
         assert [table._version for table in tables] == before
         assert sparse.reference.table is tables[1]
     assert model.count == 3  # the reference's forwards do not count
+
+
+def test_two_optimizers_that_share_parameters_do_not_mix_their_state() -> None:
+    model = make_model()
+    both = [torch.optim.Adam(model.parameters(), lr=lr) for lr in (1e-2, 1e-3)]
+    SparseTraining(model, both, IMAGES[:2], Flops(0.5), policy=QUICK)
+    with pytest.raises(slimstart.OptimizerStateError, match="two optimizers keep 'exp_avg' for 0.weight"):
+        for scale in (1, 100, 1, 100):  # two iterations, then the structure would change
+            model.zero_grad()
+            (scale * loss_fn(model, IMAGES, LABELS)).backward()
+            both[scale == 100].step()
+    moments = [optimizer.state[model[0].weight]["exp_avg"] for optimizer in both]
+    assert not torch.equal(*moments)
+
+
+def test_a_half_loaded_training_makes_no_checkpoint() -> None:
+    model, optimizer, sparse = make_training(policy=QUICK)
+    early, whole = copy.deepcopy(model.state_dict()), sparse.state_dict()
+    for _ in steps(sparse, optimizer, 5):
+        pass
+    assert not torch.equal(sparse.mask, whole["masks"][0])
+    model.load_state_dict(early)
+    with pytest.raises(RuntimeError, match="load the state dict of SparseTraining"):
+        sparse.state_dict()  # with the mask of the model and the learner of another one
+    sparse.load_state_dict(whole)
+    assert sparse.state_dict()["num_steps"] == 0

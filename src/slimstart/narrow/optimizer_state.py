@@ -97,8 +97,10 @@ def entries(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> Iterat
         names: {id of a parameter that can shrink: its name}.
 
     Raises:
-        OptimizerStateError: a state entry is neither shaped like its parameter nor a scalar.
+        OptimizerStateError: a state entry is neither shaped like its parameter nor a scalar, or two optimizers have
+            one of the same name for the same parameter.
     """
+    seen: set[tuple[str, str]] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -108,6 +110,12 @@ def entries(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> Iterat
                     continue
                 for key, value in state.items():
                     if _follows(optimizer, name, key, value, parameter.shape):
+                        if (name, key) in seen:  # the store has one place for both
+                            raise OptimizerStateError(
+                                f"two optimizers keep {key!r} for {name}, and only one of them can follow the "
+                                f"channels. Give every parameter to one optimizer, or name the layer in `keep`"
+                            )
+                        seen.add((name, key))
                         yield Entry(name, key, state, value, optimizer, group, parameter)
 
 

@@ -33,7 +33,7 @@ from slimstart.steps.optimizers import has_begun, settings
 logger = logging.getLogger(__name__)
 
 MOST_KINDS = 8  # graphs that are kept; all share one pool of memory
-MOST_STRANGERS = 20  # steps in a row of which each was the first of its kind, before we say something
+MOST_NEW_KINDS = 20  # steps in a row of which each was the first of its kind, before we say something
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _PARTS = (
@@ -55,7 +55,7 @@ class Steps:
         losses: float64, on the device: of the network and of its references.
 
     Attributes:
-        ok: bool, on the device: whether all losses since `forgive` have been finite.
+        ok: bool, on the device: whether all losses since `reset` have been finite.
         reason: why the last step ran eagerly, or None.
         num_captures: how often something was captured.
     """
@@ -68,7 +68,7 @@ class Steps:
         self.side, self._forwarded = torch.cuda.Stream(self._device), torch.cuda.Event()
         self._met: OrderedDict[Any, None] = OrderedDict()  # kinds of steps that have run eagerly, with any shapes
         self._kinds: OrderedDict[Any, CapturedStep | _Failed | None] = OrderedDict()  # and those with the present ones
-        self._num_strangers = 0
+        self._num_new_kinds = 0
         self._modules, self._parameters = _walk(subject.module)
         self._version, self._addresses = -1, [0]
         self.reason: str | None = None
@@ -104,7 +104,7 @@ class Steps:
             return None
         self._kinds.setdefault(key, None)
         self._kinds.move_to_end(key)
-        self._num_strangers = 0
+        self._num_new_kinds = 0
         kind = self._kinds[key]
         if kind is None:
             if not has_begun(self._optimizer):
@@ -159,8 +159,8 @@ class Steps:
         for known in (self._met, self._kinds):
             if len(known) > MOST_KINDS:
                 known.popitem(last=False)
-        self._num_strangers += 1
-        if self._num_strangers == MOST_STRANGERS:
+        self._num_new_kinds += 1
+        if self._num_new_kinds == MOST_NEW_KINDS:
             changes = [what for what, mine, its in zip(_PARTS, key, last, strict=True) if mine != its]
             self._refuse(f"every step is a new kind of step: {' and '.join(changes)} never stay the same")
 
@@ -207,7 +207,7 @@ class Steps:
         """Whether a loss was seen not to be finite; may be true only a step or two later. Waits for nothing."""
         return int(self._board.seen) < 0
 
-    def forgive(self) -> int:
+    def reset(self) -> int:
         """Go on after a loss that was not finite; returns how many steps have changed nothing since."""
         torch.cuda.synchronize()
         lost = self._num_launched - int(self._board.num_good)

@@ -45,5 +45,5 @@ class Stepping:
             if wait:
                 torch.cuda.synchronize()
             if self._steps.failed:
-                self.num_steps -= self._steps.forgive()
+                self.num_steps -= self._steps.reset()
                 raise not_finite("loss", math.nan, self.num_steps, self._unchanged)
