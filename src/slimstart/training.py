@@ -52,7 +52,7 @@ from slimstart.steps.assembly import assemble
 from slimstart.steps.captured import CapturedStep
 from slimstart.steps.drawing import Draw
 from slimstart.steps.eager import NOTHING, detached, loss_of
-from slimstart.steps.iterations import Iterations
+from slimstart.steps.iterations import Iterations, is_observed
 from slimstart.steps.optimizers import fuse, unfuse
 from slimstart.steps.stepping import Stepping
 from slimstart.steps.unit_gradients import UnitGradients
@@ -159,6 +159,11 @@ class SparseTraining(Stepping):
             raise ValueError("`model` is in a SparseTraining already; call its `finish` first, or make a new model")
         self.policy, self._budget, self._total_steps = get_policy(policy), budget, total_steps
         self.optimizer, self._optimizers = optimizer, unwrapped(optimizer)
+        if any(is_observed(one) for one in self._optimizers):
+            raise ValueError(
+                "`optimizer` is in a SparseTraining already; give every model an optimizer of its own, or put the "
+                "models into one module"
+            )
         if pretrained is False and any(one.state for one in self._optimizers):
             raise ValueError(
                 "`pretrained` is False, but the optimizer has state; make a new one, or leave `pretrained` out"
@@ -211,7 +216,7 @@ class SparseTraining(Stepping):
         remove_hooks(self.model)  # those of another training, of which the model is a copy
         self._state = ModelState(self._networks, self._take_structure)
         self._loads = PartialLoads(self._networks, self._optimizers, self._took_settings)
-        self._iterations = Iterations(self._optimizers, self._before_step, self._end_iteration)
+        self._iterations = Iterations(self._optimizers, self._before_step, self._end_iteration, self._catch_up)
         logger.info("%s", self.graph.summary)
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -322,6 +327,12 @@ class SparseTraining(Stepping):
         else:
             self._observe()
             self._end_window(may_change)
+
+    def _catch_up(self) -> None:
+        """A change that was due while gradients were waiting for another optimizer is made now."""
+        if self._gradients is not None and not self.settled and self._progress.held_steps >= self.learner.window:
+            with self._transaction():
+                self._advance(self._progress)
 
     def update(
         self,
@@ -747,7 +758,7 @@ class SparseTraining(Stepping):
         Tensors, numbers, strings and containers only, so that `torch.load(weights_only=True)` reads it back.
 
         Raises:
-            RuntimeError: the model has loaded a structure of its own, which the training does not know: see `PartialLoads`.
+            RuntimeError: the model has loaded a state dict of another structure, and the training has not.
         """
         self._check_unfinished()
         self._loads.check()  # otherwise whoever resumes would train what is refused here

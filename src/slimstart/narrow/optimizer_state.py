@@ -33,8 +33,9 @@ def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
     Raises:
         TypeError: something is no optimizer, and wraps none.
         ValueError: an optimizer cannot step without a closure that runs the model again.
+        OptimizerStateError: two of them hold the same parameter.
     """
-    found = []
+    found: list[Optimizer] = []
     for one in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
         seen = one
         while any(isinstance(getattr(seen, name, None), Optimizer) for name in UNWRAPPED):
@@ -49,6 +50,11 @@ def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
             raise ValueError(
                 f"`optimizer` is {type(seen).__name__}, which cannot step without a closure that runs the model "
                 "several times; slimstart needs one step for each forward and backward. Use SGD, Adam, AdamW, ..."
+            )
+        if held_by(found) & held_by([seen]):
+            raise OptimizerStateError(
+                "two optimizers hold the same parameter, and each keeps state of its own for it; give every parameter "
+                "to one of them"
             )
         found.append(seen)
     return tuple(found)

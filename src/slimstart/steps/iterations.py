@@ -1,5 +1,8 @@
 """Iterations: hooks on the user's optimizers that show gradients before a step, and tell when an iteration has ended.
 
+Gradients that an optimizer has not used yet must outlive a change of structure, so with several optimizers `may_change`
+says whether some are waiting: of an optimizer that steps less often, or whose step a gradient scaler has skipped.
+
 With several optimizers (Muon for matrices, AdamW for the rest) an iteration ends when the last of them has stepped, or,
 where one of them steps less often, when another one is about to step again.
 """
@@ -20,8 +23,8 @@ class Iterations:
     Args:
         optimizers: one or several.
         before: called with an optimizer that is about to step, when its gradients are there: with a closure, after it.
-        after: called when an iteration has ended; with False where another one has begun already, so that gradients of
-            the next step are there.
+        after: called when an iteration has ended; with False where gradients are waiting for another step.
+        rest: called after any other step, of several optimizers, after which no gradients are waiting.
 
     Attributes:
         captured: while it is true, `after` is not called, and no number is read: a step is captured, which ends no
@@ -33,8 +36,10 @@ class Iterations:
         optimizers: Sequence[Optimizer],
         before: Callable[[Optimizer], None],
         after: Callable[[bool], None],
+        rest: Callable[[], None],
     ) -> None:
-        self._optimizers, self._before, self._after = tuple(optimizers), before, after
+        self._optimizers, self._before, self._after, self._rest = tuple(optimizers), before, after, rest
+        self._used: dict[int, list[tuple[int, int]]] = {}  # of every optimizer, the gradients of its last step
         self._stepped: set[int] = set()
         self._skipped: set[int] = set()
         self.captured = False
@@ -96,9 +101,29 @@ class Iterations:
             self._skipped.discard(id(optimizer))
             return
         self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
+        if len(self._optimizers) == 1:
             self._stepped.clear()
             self._after(True)
+            return
+        self._used[id(optimizer)] = _gradients(optimizer)
+        waiting = any(_gradients(one) not in (self._used.get(id(one)), []) for one in self._optimizers)
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self._after(not waiting)
+        elif not waiting:
+            self._rest()
+
+
+def is_observed(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has such hooks."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), Iterations) for hook in hooks)
+
+
+def _gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Which gradients an optimizer's parameters have: another list when a backward has added to them."""
+    held = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [(id(grad), grad._version) for grad in held if grad is not None]
 
 
 def _is_nested(optimizer: Optimizer) -> bool:
