@@ -97,7 +97,11 @@ def narrow_copy(
 
 def narrow_tensor(selection: Selection, name: str, dense: Tensor, plain: bool = False) -> Tensor:
     """The narrow tensor of a dense one, with its dimensions in the same order in memory; arguments as for `compact`."""
-    narrow = _carried(selection, name, dense) if plain else selection.gather(name, dense)
+    return in_order_of(dense, _carried(selection, name, dense) if plain else selection.gather(name, dense))
+
+
+def in_order_of(dense: Tensor, narrow: Tensor) -> Tensor:
+    """A narrow tensor with its dimensions in the order, in memory, that they have in the dense one (channels-last)."""
     order = sorted(range(dense.dim()), key=lambda dim: -dense.stride()[dim])
     if order == list(range(dense.dim())):
         return narrow.contiguous()

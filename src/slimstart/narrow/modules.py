@@ -72,6 +72,11 @@ class Network:
                 "was made. Replace layers before that; `finish` comes before other changes"
             )
 
+    def write(self, store: Store, selection: Selection) -> None:
+        """Bring a store up to date with this network, which holds a selection."""
+        for name in self.graph.tensors:
+            store.write(Key(name), selection, self.tensor(name).detach())
+
     def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
         """Become the network of a selection, with the values of a store."""
         assign = change.copy if in_place else change.swap
@@ -130,7 +135,6 @@ class Companion(Network):
         self._seen: dict[int, tuple[int, int]] = {}  # versions of both buffers when they were last equal
         twins = dict(self._pairs)
         self._buffers = [(twins[owner], key) for owner, key in whole_buffers]
-        self.selection: Selection | None = None
 
     @torch.no_grad()
     def follow(self, values: Sequence[Tensor]) -> None:
@@ -161,7 +165,6 @@ class Companion(Network):
         self.point_ports(change, selection)
         change.apply()
         torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
-        self.selection = selection
         self.follow(values)
 
 

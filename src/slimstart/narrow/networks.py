@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,15 @@ class Executed:
     flops: int
     reference_flops: tuple[int, ...]
     num_filters: dict[str, int]
+
+
+class _Placed(NamedTuple):
+    """Masks of a draw, after the at-least-one rule where there is capacity to spare, and what the model then holds."""
+
+    kept: Tensor
+    capacity: Capacity | None
+    layout: Layout | None
+    selection: Selection
 
 
 class Networks:
@@ -148,11 +157,18 @@ class Networks:
 
     def selection_of(self, masks: Tensor, capacity: Capacity | None) -> Selection:
         """What the model would hold for a draw, with this capacity, or with what would be chosen now."""
+        return self._place(masks, None, True, capacity).selection
+
+    def _place(self, masks: Tensor, keep_probs: Tensor | None, look: bool, capacity: Capacity | None) -> _Placed:
+        """Where a draw would be; arguments as for `prepare`."""
         if self._planner is None:
-            return self.graph.select(masks[0])
+            return _Placed(masks.clone(), None, None, self.graph.select(masks[0]))
         kept = self.graph.costs.at_least_one(masks.to(self.device))
-        capacity = capacity or self._planner(self.capacity, kept, None)
-        return self.graph.select(kept[0], Layout(self.graph, capacity, self.device).frame(kept[0]))
+        capacity = capacity or self._planner(self.capacity, kept, keep_probs, look)
+        layout = self._layout
+        if layout is None or capacity is not self.capacity or kept.shape != self.masks.shape:
+            layout = Layout(self.graph, capacity, self.device)
+        return _Placed(kept, capacity, layout, self.graph.select(kept[0], layout.frame(kept[0])))
 
     @property
     def exact_selection(self) -> Selection:
@@ -207,8 +223,8 @@ class Networks:
             self.refresh()
             self.leave()
             return
-        for name in self.graph.tensors if self.version else ():
-            self.store.write(Key(name), self.selection, self.tensor(name).detach())
+        if self.version:
+            self._network.write(self.store, self.selection)
         for entry in self._entries():
             self.store.write(Key(entry.name, entry.key), self.selection, entry.value, self._start(entry))
 
@@ -244,16 +260,8 @@ class Networks:
             self._network.check()
         if store is None and self._planner is None and self.version and torch.equal(masks.cpu(), self.masks.cpu()):
             return Change()  # what is captured, compiled or spread over processes remains valid
-        change, layout, frame = Change(), None, None
-        kept = masks.clone()
-        if self._planner is not None:
-            kept = self.graph.costs.at_least_one(masks.to(self.device))
-            capacity = capacity or self._planner(self.capacity, kept, keep_probs, look)
-            layout = self._layout
-            if layout is None or capacity is not self.capacity or kept.shape != self.masks.shape:
-                layout = Layout(self.graph, capacity, self.device)
-            frame = layout.frame(kept[0])
-        selection = self.graph.select(kept[0], frame)
+        change = Change()
+        kept, capacity, layout, selection = self._place(masks, keep_probs, look, capacity)
         in_place = self._static and layout is not None and layout is self._layout and store is None
         self._network.fill(change, store or self.store, selection, self.device, in_place)
         for entry in self._entries() if store is None else ():  # who brings a store brings the optimizers' state too
@@ -262,8 +270,7 @@ class Networks:
         if self._device is not None and not self.version:
             self._move_whole(change, self._device)
         for network, own in self.followers:
-            for name in self.graph.tensors if self.version else ():
-                own.write(Key(name), self.selection, network.tensor(name).detach())
+            network.write(own, self.selection)
             network.fill(change, own, selection, self.device, in_place=False)
             network.point_ports(change, selection)
         if layout is None:
@@ -382,11 +389,10 @@ class Networks:
             )
             yield companion.module
 
-    def copy_of(self, mask: Tensor | None = None, plain: bool = False) -> nn.Module:
-        """A plain network of a mask, by default the present one, with the present weights."""
+    def copy_of(self, mask: Tensor) -> nn.Module:
+        """A network of a mask that stands alone, with the present weights."""
         self.flush()
-        selection = self.exact_selection if mask is None else self.graph.select(mask)
-        module = narrow_copy(self.model, self.store.tensors, selection, plain, self._device)
+        module = narrow_copy(self.model, self.store.tensors, self.graph.select(mask), device=self._device)
         remove_hooks(module)
         return module
 
@@ -402,8 +408,7 @@ class Networks:
             value = self.store.read(Key(entry.name, entry.key), selection, self.device, plain)
             change.put(entry.state, entry.key, value)
         for network, own in self.followers:
-            for name in self.graph.tensors:
-                own.write(Key(name), self.selection, network.tensor(name).detach())
+            network.write(own, self.selection)
         for network, own in ((self._network, self.store), *self.followers):
             network.finish(change, own, selection, self.device, plain)
         change.call(self._padding.remove)

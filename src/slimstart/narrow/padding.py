@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from slimstart.graph import Selection
+from slimstart.narrow.compact import in_order_of
 
 
 class PaddingGradients:
@@ -66,6 +67,4 @@ def real_entries(selection: Selection, name: str, dense: Tensor, device: torch.d
     narrow = torch.ones(selection.shape(name, dense.shape), dtype=dense.dtype, device=device)
     for dim, positions in selection.indices(name, device).items():
         narrow.mul_((positions >= 0).to(dense.dtype).view([-1 if d == dim else 1 for d in range(dense.dim())]))
-    order = sorted(range(dense.dim()), key=lambda dim: -dense.stride()[dim])
-    inverse = [order.index(dim) for dim in range(dense.dim())]
-    return narrow.permute(order).contiguous().permute(inverse)
+    return in_order_of(dense, narrow)
