@@ -31,7 +31,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found; name one: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints.txt hatchling editables
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable .
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[lab]'
 	@touch $@
 
 $(INSTALLED): $(RUNTIME)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimstart.accounting.timing import Stopwatch, Turn, take_turns
 from slimstart.kernels.depthwise import Window, depthwise_conv2d
+from slimstart.lab.run.timing import Stopwatch, Turn, take_turns
 from slimstart.steps.capture import capture
 
 

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import slimstart
-from slimstart import EqualWorth, Flops, SparseTraining, models
+from slimstart import EqualWorth, Flops, SparseTraining
+from slimstart.lab import models
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> None:

@@ -177,7 +177,7 @@ class ModelTraining:
         )
         self.model = model
         if settings.num_ranks > 1:
-            self.model = importlib.import_module("slimstart.integrations").data_parallel(model)
+            self.model = importlib.import_module("slimstart.distributed").data_parallel(model)
 
     def step_by_hand(self, batch: Batch) -> Tensor:
         loss, reference_loss = loss_fn(self.model, *batch), None

@@ -17,8 +17,8 @@ import torch
 import variants
 from torch import Tensor, nn
 
-from slimstart.baselines.shares import largest_share
 from slimstart.graph import ChannelGraph, trace
+from slimstart.lab.methods.shares import largest_share
 from slimstart.narrow import compact_fresh
 from slimstart.policies import BoundBudget, Budget
 
@@ -124,14 +124,14 @@ def change_of(name: str) -> variants.Change:
     """A profile by its name, or widths with slashes."""
     widths = [int(width) for width in name.split("/")] if "/" in name else None
 
-    def narrow(model: nn.Module, graph: ChannelGraph, budget: Budget, *_: Any) -> nn.Module:
+    def uniform(model: nn.Module, graph: ChannelGraph, budget: Budget, *_: Any) -> nn.Module:
         mask = mask_of_widths(widths, graph) if widths else mask_of(PROFILES[name], graph, budget)
         return compact_fresh(model, graph.select(mask))
 
     def by_filter(model: nn.Module, example: Tensor, coupling: str) -> ChannelGraph:
         return trace(model, example, coupling="filter")
 
-    pieces = {"slimstart.recipes.methods.narrow": narrow, "slimstart.recipes.methods.trace": by_filter}
+    pieces = {"slimstart.lab.run.make_method.uniform": uniform, "slimstart.lab.run.make_method.trace": by_filter}
     return variants.Change("these widths" if widths else PROFILES[name].text, {"method": "narrow"}, pieces)
 
 

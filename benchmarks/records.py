@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from slimstart import atomic
-from slimstart.recipes import surroundings
+from slimstart.io import atomic
+from slimstart.lab.run import environment as surroundings
 
 
 def write(path: Path, benchmark: str, rows: list[dict[str, Any]], device: str = "cpu", **settings: Any) -> None:

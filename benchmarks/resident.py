@@ -32,7 +32,7 @@ from inventory import WORKSPACE, inventory
 from torch import Tensor, nn
 
 import slimstart
-from slimstart import models
+from slimstart.lab import models
 from slimstart.policies import EqualWorth, get_policy
 
 POLICIES = ("paper", "equal_worth")

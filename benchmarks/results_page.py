@@ -13,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import variant_tables
+from results_of_records import Experiment, page
+from results_rivals import Published
+from study import plot as study_plot
+from study import records as study_records
+from study.records import Study
 
-from slimstart import atomic, bench_records, records, study_records
-from slimstart.bench_records import Bench
+from slimstart.io import atomic
+from slimstart.lab import records
+from slimstart.lab.bench import bench_records
+from slimstart.lab.bench.bench_records import Bench
+from slimstart.lab.recipes.presets import PRESETS
+from slimstart.lab.recipes.published import COMPARED
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.records import Record
+from slimstart.lab.reports.rows import family
 from slimstart.policies import ESTIMATORS
-from slimstart.recipes.paper import COMPARED
-from slimstart.recipes.presets import PRESETS
-from slimstart.recipes.recipe import Recipe
-from slimstart.records import Record
-from slimstart.reports import study_plot
-from slimstart.reports.results import Experiment, page
-from slimstart.reports.rivals import Published
-from slimstart.reports.rows import family
-from slimstart.study_records import Study
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS: dict[str, Callable[[Path], Any]] = {

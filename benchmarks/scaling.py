@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimstart
-from slimstart import models
-from slimstart.integrations import data_parallel, joined
+from slimstart.distributed import data_parallel, joined
+from slimstart.distributed.process_group import Ranks
+from slimstart.lab import models
 from slimstart.policies import Paper
-from slimstart.ranks import Ranks
 from slimstart.steps import PlainTraining
 
 BUDGETS = (1.0, 0.25, 0.10, 0.05)

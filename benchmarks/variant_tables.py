@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slimstart.reports.tables import MISSING, markdown_table
+from slimstart.lab.reports.tables import MISSING, markdown_table
 
 ABLATIONS = {  # benchmarks whose records have variants, and the titles of their sections
     "ablation": "What each ingredient of equal worth adds",

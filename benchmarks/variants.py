@@ -19,10 +19,10 @@ from unittest.mock import patch
 import records
 import variant_tables
 
-from slimstart.recipes.comparison import Trial, carry_out
-from slimstart.recipes.recipe import Recipe
-from slimstart.recipes.surroundings import Place, find_device
-from slimstart.reports.tables import markdown_table
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.reports.tables import markdown_table
+from slimstart.lab.run.comparison import Trial, carry_out
+from slimstart.lab.run.environment import Place, find_device
 
 
 @dataclasses.dataclass(frozen=True)

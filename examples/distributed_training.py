@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import slimstart
-from slimstart import data, models
-from slimstart.integrations import data_parallel, joined, synchronise_batch_norm
-from slimstart.integrations.distributed import own_device
+from slimstart.distributed import data_parallel, joined, synchronise_batch_norm
+from slimstart.distributed.launch import own_device
+from slimstart.lab import data, models
 
 
 def main(arguments: list[str] | None = None) -> None:

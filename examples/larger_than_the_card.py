@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimstart
-from slimstart import data, memory, models
+from slimstart.lab import data, models
+from slimstart.steps import host_memory as memory
 
 
 def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slimstart
-from slimstart import data, models
+from slimstart.lab import data, models
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from slimstart import atomic
-from slimstart.data import fashion
+from slimstart.io import atomic
+from slimstart.lab.data import fashion
 
 OUT = Path(fashion.__file__).with_name(fashion.FILE)
 PER_CLASS = {"train": 600, "t10k": 200}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from slimstart.data import cifar
+from slimstart.lab.data import cifar
 
 Arrays = dict[str, np.ndarray]
 

@@ -21,14 +21,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from slimstart import EqualWorth, Flops, Paper, SparseTraining
-from slimstart.integrations import data_parallel, synchronise_batch_norm
+from slimstart.distributed import data_parallel, synchronise_batch_norm
+from slimstart.distributed.process_group import Ranks
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.run.environment import Place
+from slimstart.lab.run.program import Program
+from slimstart.lab.run.run_folder import Run
 from slimstart.narrow import Networks
 from slimstart.policies.estimators import vr_pge
-from slimstart.ranks import Ranks
-from slimstart.recipes.program import Program
-from slimstart.recipes.recipe import Recipe
-from slimstart.recipes.runs import Run
-from slimstart.recipes.surroundings import Place
 from slimstart.steps import PlainTraining
 from tests.settings import arguments
 

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from slimstart import Flops, NonFiniteLossError, Paper, SparseTraining, models, trace
-from slimstart.baselines.gates import Gates
-from slimstart.baselines.relaxations import RELAXATIONS, make_gates
+from slimstart import Flops, NonFiniteLossError, Paper, SparseTraining, trace
 from slimstart.kernels.depthwise import Window
-from slimstart.narrow.gating import Gated
+from slimstart.lab import models
+from slimstart.lab.methods.gated_network import Gated
+from slimstart.lab.methods.gates import Gates
+from slimstart.lab.methods.relaxations import RELAXATIONS, make_gates
 from slimstart.steps import PlainTraining
 from slimstart.steps.captured import CapturedStep
 from tests.settings import arguments
@@ -467,7 +468,7 @@ def test_depthwise_convolutions_have_kernels_that_do_for_all_widths(
         return F.conv2d(x, weight, bias, *window, x.shape[1])
 
     monkeypatch.setattr("slimstart.kernels.depthwise.use_triton", lambda tensor: True)
-    monkeypatch.setattr("slimstart.steps.depthwise.depthwise_conv2d", noted)
+    monkeypatch.setattr("slimstart.steps.depthwise_mode.depthwise_conv2d", noted)
     images = torch.randn(8, 3, 6, 6).contiguous(memory_format=torch.channels_last).to(device)
     labels = torch.arange(8, device=device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slimstart.records import NUM_BINS, Epoch, Layer, Record, digest
+from slimstart.lab.records import NUM_BINS, Epoch, Layer, Record, digest
 
 VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 IMAGES, BATCH_SIZE, DENSE_FLOPS, DENSE_PARAMS = 50_000, 256, 313_196_544, 14_728_266

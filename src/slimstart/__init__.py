@@ -4,13 +4,10 @@ Start with `SparseTraining`; `trace`, `verify` and `compact` are what it stands 
 loaded when they are first asked for, so that the command line answers at once.
 """
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from slimstart.version import __version__ as __version__
-
 if TYPE_CHECKING:
-    from slimstart.accounting import flops as flops
     from slimstart.errors import BudgetError as BudgetError
     from slimstart.errors import CheckpointError as CheckpointError
     from slimstart.errors import ConfigError as ConfigError
@@ -23,11 +20,12 @@ if TYPE_CHECKING:
     from slimstart.errors import RecordError as RecordError
     from slimstart.errors import SlimstartError as SlimstartError
     from slimstart.errors import TraceError as TraceError
-    from slimstart.files import load as load
-    from slimstart.files import save as save
+    from slimstart.flop_counter import flops as flops
     from slimstart.graph import ChannelGraph as ChannelGraph
     from slimstart.graph import Selection as Selection
     from slimstart.graph import trace as trace
+    from slimstart.io.network_files import load as load
+    from slimstart.io.network_files import save as save
     from slimstart.narrow import compact as compact
     from slimstart.narrow import recalibrate as recalibrate
     from slimstart.narrow import shrink_to as shrink_to
@@ -39,13 +37,18 @@ if TYPE_CHECKING:
     from slimstart.policies import Params as Params
     from slimstart.training import SparseTraining as SparseTraining
 
+try:
+    __version__ = metadata.version("slimstart")
+except metadata.PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
+
 _HOME = {
-    "accounting": ("flops",),
+    "flop_counter": ("flops",),
     "errors": (
         "BudgetError", "CheckpointError", "ConfigError", "DataError", "DesynchronisedError", "ExportError",
         "NonFiniteLossError", "OptimizerStateError", "RankError", "RecordError", "SlimstartError", "TraceError",
     ),
-    "files": ("load", "save"),
+    "io.network_files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "trace"),
     "policies": ("Channels", "EqualWorth", "Flops", "Paper", "Params"),
     "narrow": ("compact", "recalibrate", "shrink_to", "verify"),

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from slimstart import checkpoints, memory
-from slimstart.accounting import flops as count_flops
 from slimstart.devices import device_of
+from slimstart.distributed.process_group import Ranks, gradient_bytes, num_examples, reporting, running_statistics
 from slimstart.errors import CheckpointError, RankError, TraceError
-from slimstart.finishing import as_loss, first_batches, least_loss
+from slimstart.flop_counter import flops as count_flops
 from slimstart.graph import ChannelGraph
+from slimstart.io import checkpoints
 from slimstart.narrow import Change, Executed, Transactions, is_pretrained, recalibrate, suit_, trace_verified
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.followers import follower
@@ -46,13 +46,14 @@ from slimstart.narrow.optimizer_state import held_by, unwrapped
 from slimstart.narrow.partial_loads import PartialLoads
 from slimstart.policies import Budget, GradientLearner, Learner, Policy, get_policy
 from slimstart.policies.base import check_count
-from slimstart.ranks import Ranks, gradient_bytes, num_examples, reporting, running_statistics
 from slimstart.steps import Backward, LossFunction, Steps, check_finite, forward_without_trace, undoing_statistics
+from slimstart.steps import host_memory as memory
 from slimstart.steps.assembly import assemble
 from slimstart.steps.captured import CapturedStep
 from slimstart.steps.drawing import Draw
 from slimstart.steps.eager import NOTHING, detached, loss_of
 from slimstart.steps.iterations import Iterations, is_observed
+from slimstart.steps.least_loss import as_loss, first_batches, least_loss
 from slimstart.steps.optimizers import fuse, unfuse
 from slimstart.steps.stepping import Stepping
 from slimstart.steps.unit_gradients import UnitGradients

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from slimstart import Flops, Paper, SparseTraining, flops, models, trace
+from slimstart import Flops, Paper, SparseTraining, flops, trace
 from slimstart.graph import ChannelGraph
+from slimstart.lab import models
 from slimstart.narrow.capacity import RENEW, Capacity, Layout, Planner, aligned
 from tests.zoo import ZOO, Entry, call, cast, tensors
 

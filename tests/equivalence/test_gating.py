@@ -10,8 +10,8 @@ from torch import nn
 
 import slimstart
 from slimstart.errors import TraceError
+from slimstart.lab.methods.gated_network import Gated, fold_, verify_gating
 from slimstart.narrow.compact import masked
-from slimstart.narrow.gating import Gated, fold_, verify_gating
 from tests.tiny_networks import with_dropout
 from tests.zoo import ZOO, Entry, call, cast, shake, tensors
 

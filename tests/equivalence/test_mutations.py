@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import slimstart
-from slimstart.graph.ledger import Ledger
+from slimstart.graph.constraints import Ledger
 from slimstart.graph.rules.norms import per_channel_layer
-from slimstart.graph.rules.registry import RULES
+from slimstart.graph.rules.register import RULES
 from slimstart.narrow import trace_verified
 from slimstart.narrow.compact import masked
 from slimstart.narrow.verify import prove

@@ -24,7 +24,7 @@ from torch.optim import (
 )
 
 import slimstart
-from slimstart.checkpoints import dense_state
+from slimstart.io.checkpoints import dense_state
 from slimstart.narrow import Change, Networks
 from slimstart.policies import EqualWorthSearch
 from tests import network_reference as reference

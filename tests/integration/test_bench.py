@@ -15,21 +15,22 @@ import pytest
 import torch
 from torch import nn
 
-from slimstart import bench_records
-from slimstart.accounting.timing import Turn, spread, take_turns
-from slimstart.bench_records import Bench, Row
-from slimstart.cli import main
-from slimstart.cli.display import console
 from slimstart.errors import CheckpointError, ConfigError, RecordError
 from slimstart.graph import trace
-from slimstart.models import build
+from slimstart.lab.bench import bench_plot, bench_records
+from slimstart.lab.bench import benchmark as bench
+from slimstart.lab.bench import contenders as bench_contenders
+from slimstart.lab.bench import structures as bench_structure
+from slimstart.lab.bench.bench_records import Bench, Row
+from slimstart.lab.bench.bench_settings import Settings
+from slimstart.lab.bench.benchmark import Benchmark, run
+from slimstart.lab.cli import main
+from slimstart.lab.cli.display import console
+from slimstart.lab.models import build
+from slimstart.lab.run.run_folder import Run
+from slimstart.lab.run.timing import Turn, spread, take_turns
 from slimstart.narrow import Change, Networks
 from slimstart.policies import Flops, Paper
-from slimstart.recipes import bench, bench_contenders, bench_structure
-from slimstart.recipes.bench import Benchmark, run
-from slimstart.recipes.bench_settings import Settings
-from slimstart.recipes.runs import Run
-from slimstart.reports import bench_plot
 from slimstart.training import SparseTraining
 
 OWN = "tests.tiny_networks:with_dropout"
@@ -104,7 +105,7 @@ def record(*rows: Row) -> Bench:
 def test_turns_are_times_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     clock = [0.0]
-    monkeypatch.setattr("slimstart.accounting.timing.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("slimstart.lab.run.timing.time.perf_counter", lambda: clock[0])
 
     def lasting(name: str, seconds: float) -> Callable[[], None]:
         return lambda: (calls.append(name), clock.append(clock.pop() + seconds))[1]

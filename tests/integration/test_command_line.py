@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from slimstart import records
-from slimstart.cli import main
-from slimstart.cli.display import console
-from slimstart.recipes.program import Program
-from slimstart.recipes.recipe import Recipe
-from slimstart.recipes.runs import Run
-from slimstart.recipes.surroundings import Place
+from slimstart.lab import records
+from slimstart.lab.cli import main
+from slimstart.lab.cli.display import console
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.run.environment import Place
+from slimstart.lab.run.program import Program
+from slimstart.lab.run.run_folder import Run
 from tests.integration.test_program import outcome
 
 OWN = "tests.tiny_networks:with_dropout"
@@ -163,7 +163,7 @@ def test_every_command_has_help_with_an_example(slimstart: Slimstart, name: str)
 
 HELP_AND_LOOK = """
 import sys
-from slimstart.cli import main
+from slimstart.lab.cli import main
 sys.argv = ["slimstart", "train", "--help"]
 try:
     main()
@@ -239,7 +239,7 @@ def test_failures_have_status_1(slimstart: Slimstart, trained: Path, tmp_path: P
 def test_a_network_too_large_for_the_host_is_refused_with_numbers(
     slimstart: Slimstart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slimstart.memory.free_on_host", lambda: 0)
+    monkeypatch.setattr("slimstart.steps.host_memory.free_on_host", lambda: 0)
     status, _, errors = slimstart("train", *TINY, "--full-model-device", "cpu")
     assert status == 1
     assert re.match(r"error: this network cannot be held dense: \S+ MiB are still needed .* narrower.*state\n$", errors)
@@ -330,7 +330,7 @@ class Bomb:
 def test_a_malicious_checkpoint_or_network_is_refused(slimstart: Slimstart, trained: Path, tmp_path: Path) -> None:
     import shutil
 
-    from slimstart.checkpoints import _SEAL
+    from slimstart.io.checkpoints import _SEAL
 
     run = Run(tmp_path / "run")
     shutil.copytree(trained, run.folder)

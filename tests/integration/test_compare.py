@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from slimstart import records
-from slimstart.cli.display import ComparisonDisplay, console, show_records
 from slimstart.errors import DataError
-from slimstart.recipes import comparison
-from slimstart.recipes.comparison import Outcome, Trial, carry_out, trials
-from slimstart.recipes.program import Program
-from slimstart.recipes.recipe import Recipe
-from slimstart.recipes.runs import Run
-from slimstart.recipes.surroundings import Place
-from slimstart.recipes.watching import Status
+from slimstart.lab import records
+from slimstart.lab.cli.display import ComparisonDisplay, console, show_records
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.run import comparison
+from slimstart.lab.run.callbacks import Status
+from slimstart.lab.run.comparison import Outcome, Trial, carry_out, trials
+from slimstart.lab.run.environment import Place
+from slimstart.lab.run.program import Program
+from slimstart.lab.run.run_folder import Run
 from tests.integration import test_command_line
 from tests.integration.test_command_line import OWN, Slimstart
 from tests.integration.test_program import Killed, Killer, outcome

@@ -19,16 +19,16 @@ from torch import nn
 
 import slimstart
 from examples import distributed_training
-from slimstart import records
-from slimstart.cli import main
-from slimstart.data import Share, load
+from slimstart.distributed import joined, synchronise_batch_norm
+from slimstart.distributed.process_group import ALONE, Ranks, reporting
 from slimstart.errors import ConfigError, DesynchronisedError, RankError
-from slimstart.integrations import joined, synchronise_batch_norm
-from slimstart.ranks import ALONE, Ranks, reporting
-from slimstart.recipes.methods import make_method
-from slimstart.recipes.recipe import Recipe, merged
-from slimstart.recipes.runs import Run
-from slimstart.recipes.surroundings import Place
+from slimstart.lab import records
+from slimstart.lab.cli import main
+from slimstart.lab.data import Share, load
+from slimstart.lab.recipes.recipe import Recipe, merged
+from slimstart.lab.run.environment import Place
+from slimstart.lab.run.make_method import make_method
+from slimstart.lab.run.run_folder import Run
 from tests import distributed_cases as cases
 from tests.processes import on_ranks
 
@@ -287,7 +287,7 @@ def test_the_program_joins_both_devices_where_there_are_gpus(monkeypatch: pytest
     store = dist.HashStore()
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("slimstart.integrations.distributed.rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setattr("slimstart.distributed.launch.rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)

@@ -12,8 +12,8 @@ import torch
 
 import slimstart
 from examples import larger_than_the_card, own_model, training_loop
-from slimstart import data, models, records
-from slimstart.cli import main
+from slimstart.lab import data, models, records
+from slimstart.lab.cli import main
 from tests.datasets import random_arrays, small_cifar
 
 ROOT = Path(__file__).parents[2]

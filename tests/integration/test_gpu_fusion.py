@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from slimstart import models
 from slimstart.kernels import depthwise, norm
+from slimstart.lab import models
 from slimstart.steps import fusion
-from slimstart.steps.depthwise import AllWidths
+from slimstart.steps.depthwise_mode import AllWidths
 from tests import depthwise_reference
 from tests.norm_reference import CL, check, check_packed, error
 

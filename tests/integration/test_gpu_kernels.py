@@ -107,7 +107,7 @@ def test_moves_of_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("by_triton", [True, False])
 def test_a_graph_of_channels_follows_the_index(monkeypatch, by_triton, dtype):
     if not by_triton:
-        monkeypatch.setattr("slimstart.kernels.channels.use_triton", lambda tensor: False)
+        monkeypatch.setattr("slimstart.kernels.take_channels.use_triton", lambda tensor: False)
     x, index, inverse = channels_example((16, 40, 9, 9), -3, dtype, device="cuda")
     y, dx = torch.zeros(0), torch.zeros(0)
     grad = torch.randn(16, len(index), 9, 9, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last)

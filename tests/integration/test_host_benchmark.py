@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from inventory import Peak, inventory
 from torch import Tensor, nn
 
-from slimstart import Flops, SparseTraining, models
+from slimstart import Flops, SparseTraining
+from slimstart.lab import models
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slimstart import Channels, EqualWorth, Flops, Params, SparseTraining, memory, models
+from slimstart import Channels, EqualWorth, Flops, Params, SparseTraining
+from slimstart.lab import models
+from slimstart.steps import host_memory as memory
 from tests.pretended_gpu import pretend
 from tests.settings import arguments
 

@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slimstart import models
-from slimstart.baselines import RELAXATIONS, soft_filter
-from slimstart.baselines.soft_filter import folded_norms
-from slimstart.data import fashion
-from slimstart.data.arrays import ArraySet
 from slimstart.errors import BudgetError, CheckpointError, TraceError
-from slimstart.narrow.gating import Gated
-from slimstart.recipes.methods import Batch, Method, make_method
-from slimstart.recipes.pruned import Pruned
-from slimstart.recipes.recipe import METHODS, Recipe, merged
-from slimstart.recipes.relaxed import Relaxed
-from slimstart.recipes.surroundings import Place
-from slimstart.records import Record
+from slimstart.lab import models
+from slimstart.lab.data import fashion
+from slimstart.lab.data.arrays import ArraySet
+from slimstart.lab.methods import RELAXATIONS, soft_filter
+from slimstart.lab.methods.gated_network import Gated
+from slimstart.lab.methods.soft_filter import folded_norms
+from slimstart.lab.recipes.recipe import METHODS, Recipe, merged
+from slimstart.lab.records import Record
+from slimstart.lab.run.environment import Place
+from slimstart.lab.run.make_method import Batch, Method, make_method
+from slimstart.lab.run.pruned import Pruned
+from slimstart.lab.run.relaxed import Relaxed
 from tests.integration.test_program import QUICK, SELDOM, Killed, Killer, outcome, started
 from tests.tiny_networks import with_dropout
 

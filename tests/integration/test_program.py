@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from slimstart import checkpoints, files, flops, records
+from slimstart import flops
 from slimstart.errors import BudgetError, CheckpointError, ConfigError, NonFiniteLossError
-from slimstart.recipes.evaluation import evaluate
-from slimstart.recipes.program import Program
-from slimstart.recipes.recipe import Recipe, make_model, merged
-from slimstart.recipes.runs import Run, claim
-from slimstart.recipes.search import Search
-from slimstart.recipes.surroundings import Place, suited
-from slimstart.recipes.watching import Interrupted, Unwatched
+from slimstart.io import checkpoints
+from slimstart.io import network_files as files
+from slimstart.lab import records
+from slimstart.lab.recipes.recipe import Recipe, make_model, merged
+from slimstart.lab.run.callbacks import Interrupted, Unwatched
+from slimstart.lab.run.environment import Place, suited
+from slimstart.lab.run.evaluation import evaluate
+from slimstart.lab.run.program import Program
+from slimstart.lab.run.run_folder import Run, claim
+from slimstart.lab.run.search import Search
 
 OWN = "tests.tiny_networks:with_dropout"
 TINY = Recipe(
@@ -327,7 +330,7 @@ def test_step_times_that_need_too_much_memory_do_not_cost_the_record(
     def too_large(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("slimstart.recipes.measure.step_times", too_large)
+    monkeypatch.setattr("slimstart.lab.run.step_times.step_times", too_large)
     place = dataclasses.replace(SELDOM, timing_rounds=1)
     record = started(tmp_path / "run", merged(TINY, {"epochs": 1}), place=place).train()
     assert (record.step_ms, record.dense_step_ms) == (None, None)

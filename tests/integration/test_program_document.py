@@ -12,11 +12,11 @@ import torch
 import typer
 
 import slimstart
-from slimstart import data, models
-from slimstart.cli import app
-from slimstart.recipes.comparison import trials
-from slimstart.recipes.presets import PRESETS, preset
-from slimstart.recipes.recipe import Recipe, merged, read
+from slimstart.lab import data, models
+from slimstart.lab.cli import app
+from slimstart.lab.recipes.presets import PRESETS, preset
+from slimstart.lab.recipes.recipe import Recipe, merged, read
+from slimstart.lab.run.comparison import trials
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "program.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ SETTINGS = {field.name for field in dataclasses.fields(Recipe)}
 MENTIONED = {
     "slimstart train --recipe",
     "slimstart train --method NAME",
-    *(f"slimstart {name}" for name in ("bench", "compare", "evaluate", "export", "inspect", "report", "study")),
+    *(f"slimstart {name}" for name in ("bench", "compare", "evaluate", "export", "inspect", "report")),
 }
 LINES = sorted({line for path in SHOWN for line in command_lines(path.read_text(encoding="utf-8"))} - MENTIONED)
 
@@ -65,7 +65,6 @@ def test_command_lines_are_found() -> None:
         "inspect",
         "report",
         "bench",
-        "study",
     }  # every command has its line
 
 
@@ -75,7 +74,7 @@ def test_command_lines_are_understood(line: str, tmp_path: Path) -> None:
     given = parse(line)
     model = given.get("model")
     assert model is None or model in models.MODELS or models.is_factory(model)
-    if line.split()[1] == "train" or line.startswith("slimstart study flip"):
+    if line.split()[1] == "train":
         name = given["recipe"]
         if name == "mine.toml":  # the one that the page shows
             (tmp_path / name).write_text(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])

@@ -19,9 +19,9 @@ import pytest
 from PIL import Image
 
 from slimstart.errors import RecordError
-from slimstart.records import Layer, Record
-from slimstart.reports import curves, page, panels, points, summarise
-from slimstart.reports.series import series_of
+from slimstart.lab.records import Layer, Record
+from slimstart.lab.reports import curves, page, panels, points, summarise
+from slimstart.lab.reports.series import series_of
 from tests.records import DENSE_FLOPS, IMAGES, make, study
 
 EVIL = (

@@ -1,4 +1,4 @@
-"""`slimstart study`: what is measured is what enumeration over all masks gives, and training does not notice."""
+"""The paper's analyses: what is measured is what enumeration over all masks gives, and training does not notice."""
 
 import dataclasses
 import itertools
@@ -15,26 +15,26 @@ from typing import Any
 import pytest
 import torch
 import typer
+from study import command
+from study import plot as study_plot
+from study import records as study_records
+from study import run as study
+from study.flip import FlipWatcher, flip_row
+from study.losses import MaskedLosses, training_batches
+from study.records import FlipRow, Study, VarianceRow
+from study.settings import FlipSettings, VarianceSettings
+from study.variance import variance_rows
 from torch import Tensor, nn
 
-from slimstart import study_records
-from slimstart.cli import study as command
-from slimstart.cli.display import console
 from slimstart.errors import ConfigError, NonFiniteLossError, RecordError
+from slimstart.lab.cli.display import console
+from slimstart.lab.recipes.recipe import Recipe, merged
+from slimstart.lab.run.callbacks import Interrupted, Unwatched
+from slimstart.lab.run.make_method import Batch, Loss, Search
+from slimstart.lab.run.program import Program
+from slimstart.lab.run.run_folder import Run
 from slimstart.narrow import compact
 from slimstart.policies import ESTIMATORS
-from slimstart.recipes import study
-from slimstart.recipes.methods import Batch, Loss, Search
-from slimstart.recipes.program import Program
-from slimstart.recipes.recipe import Recipe, merged
-from slimstart.recipes.runs import Run
-from slimstart.recipes.study_flip import FlipWatcher, flip_row
-from slimstart.recipes.study_losses import MaskedLosses, training_batches
-from slimstart.recipes.study_settings import FlipSettings, VarianceSettings
-from slimstart.recipes.study_variance import variance_rows
-from slimstart.recipes.watching import Interrupted, Unwatched
-from slimstart.reports import study_plot
-from slimstart.study_records import FlipRow, Study, VarianceRow
 from tests.integration.test_program import OWN, QUICK, SELDOM, outcome, started
 from tests.reference import all_masks, mask_probability
 
@@ -273,7 +273,7 @@ def test_the_watcher_measures_every_so_many_epochs_of_a_search(
         found.append(epoch)
         return None if epoch == 4 else flip_record(epoch=epoch)
 
-    monkeypatch.setattr("slimstart.recipes.study_flip.flip_row", row)
+    monkeypatch.setattr("study.flip.flip_row", row)
     rows = [flip_record(epoch=epoch) for epoch in (2, 4, 6)]
     watcher, kept = watching(rows)
     watcher.resumed(4, 5)  # the fourth epoch has begun: what was measured after it is measured again
@@ -502,13 +502,13 @@ def app() -> typer.Typer:
 def slimstart(
     app: typer.Typer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Slimstart:
-    """Run `slimstart study` in this process, in an empty folder: exit status and output."""
+    """Run `run_study.py` in this process, in an empty folder: exit status and output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(console, "_width", 250)
 
     def run(*arguments: Any) -> tuple[int, str]:
-        words = ["study", *map(str, arguments), "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", ["slimstart", *words])
+        words = [*map(str, arguments), "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["run_study.py", *words])
         return app(words, standalone_mode=False) or 0, capsys.readouterr().out
 
     return run
@@ -518,7 +518,7 @@ def test_the_command_variance(slimstart: Slimstart, stopped: Path, tmp_path: Pat
     status, output = slimstart("variance", stopped, "--model", OWN, "--batches", 3, "--draws", 4, "--out", "here")
     assert status == 0
     found = study_records.read(tmp_path / "here")
-    assert found.command.startswith("slimstart study variance")
+    assert found.command.startswith("run_study.py variance")
     for row in found.variance:
         assert f"{row.variance:.3g} ± {row.standard_error:.3g}" in output
         assert row.ratio is not None
@@ -551,19 +551,19 @@ def test_the_command_flip(slimstart: Slimstart, flipped: Path, monkeypatch: pyte
 
 def test_the_lines_of_the_document_are_understood(app: typer.Typer) -> None:
     text = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^slimstart study .*", text, re.MULTILINE)
+    lines = re.findall(r"^python benchmarks/run_study.py .*", text, re.MULTILINE)
     assert len(lines) == 3
     for line in lines:
         _, _, name, *rest = line.split()
-        parsed = typer.main.get_command(app).commands["study"].commands[name].make_context(name, rest)  # type: ignore[attr-defined]
+        parsed = typer.main.get_command(app).commands[name].make_context(name, rest)  # type: ignore[attr-defined]
         assert parsed.params["out"].name in line
 
 
 def test_without_matplotlib_there_is_no_plot(
     slimstart: Slimstart, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "slimstart.reports.study_plot", None)
-    monkeypatch.delattr("slimstart.reports.study_plot", raising=False)
+    monkeypatch.setitem(sys.modules, "study.plot", None)
+    monkeypatch.delattr("study.plot", raising=False)
     _, output = slimstart("variance", stopped, "--model", OWN, "--batches", 3, "--draws", 2, "--out", "here")
     assert "no plot is drawn:" in output
     assert study_records.read(tmp_path / "here").variance

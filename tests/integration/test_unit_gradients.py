@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from slimstart import Flops, SparseTraining, models, trace
+from slimstart import Flops, SparseTraining, trace
 from slimstart.graph.readers import readers
+from slimstart.lab import models
 from slimstart.narrow import compact
 from slimstart.policies import EqualWorth, EqualWorthSearch
 from slimstart.policies.base import LearnsFrom, Padding

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from slimstart.errors import ConfigError
-from slimstart.recipes.comparison import Contender, contender, plan, refuse_changes, trials
-from slimstart.recipes.presets import preset
-from slimstart.recipes.recipe import METHODS, Recipe, merged
-from slimstart.recipes.runs import Run
+from slimstart.lab.recipes.presets import preset
+from slimstart.lab.recipes.recipe import METHODS, Recipe, merged
+from slimstart.lab.run.comparison import Contender, contender, plan, refuse_changes, trials
+from slimstart.lab.run.run_folder import Run
 
 BASE = Recipe(model="small", lr=0.2, finetune_lr=0.003, epochs=12)
 STEPS = "steps:0.5,0.75x0.1"

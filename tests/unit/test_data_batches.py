@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slimstart.data import NAMES, load
-from slimstart.data.arrays import ArraySet, as_tensors
-from slimstart.data.batches import ImageData, generator, hold_out
 from slimstart.errors import ConfigError, DataError
+from slimstart.lab.data import NAMES, load
+from slimstart.lab.data.arrays import ArraySet, as_tensors
+from slimstart.lab.data.batches import ImageData, generator, hold_out
 
 MEAN, STD = (0.3, 0.5, 0.7), (0.2, 0.25, 0.3)
 

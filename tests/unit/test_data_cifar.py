@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from slimstart.data import cifar, load
-from slimstart.data.arrays import ArraySet
 from slimstart.errors import DataError
+from slimstart.lab.data import cifar, load
+from slimstart.lab.data.arrays import ArraySet
 from tests.datasets import (
     Arrays,
     cifar_files,

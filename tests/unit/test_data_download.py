@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slimstart.data import cifar
-from slimstart.data.download import fetch
 from slimstart.errors import DataError
+from slimstart.lab.data import cifar
+from slimstart.lab.data.download import fetch
 from tests.datasets import cifar_files, random_arrays, small_cifar, write_archive
 
 CONTENT = np.random.default_rng(0).bytes(700_000)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from slimstart.data import ImageData, load
-from slimstart.data.batches import generator
-from slimstart.data.image_folder import centre_box, random_box
 from slimstart.errors import ConfigError, DataError
+from slimstart.lab.data import ImageData, load
+from slimstart.lab.data.batches import generator
+from slimstart.lab.data.image_folder import centre_box, random_box
 from tests.datasets import photograph, write_image_folder
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])

@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-import slimstart.data
-from slimstart.data import fashion, load, tiny_imagenet
+import slimstart.lab.data
 from slimstart.errors import DataError
+from slimstart.lab.data import fashion, load, tiny_imagenet
 from tests.datasets import photograph, write_tiny_imagenet
 
-PACKAGE = Path(slimstart.data.__file__).parent
+PACKAGE = Path(slimstart.lab.data.__file__).parent
 
 
 def script() -> ModuleType:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimstart.data import pickles
 from slimstart.errors import DataError
+from slimstart.lab.data import pickles
 
 
 class Call:

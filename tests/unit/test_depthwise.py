@@ -15,12 +15,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from slimstart import models
-from slimstart.data import load
 from slimstart.kernels import depthwise
 from slimstart.kernels.depthwise import Window, depthwise_conv2d
-from slimstart.recipes.evaluation import evaluate
-from slimstart.steps import depthwise as swapping
+from slimstart.lab import models
+from slimstart.lab.data import load
+from slimstart.lab.run.evaluation import evaluate
+from slimstart.steps import depthwise_mode as swapping
 from slimstart.steps import fusion
 
 CL = torch.channels_last

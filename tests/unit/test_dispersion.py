@@ -5,10 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-
-from slimstart.policies import ESTIMATORS, sample
-from slimstart.policies.dispersion import (
+from study.dispersion import (
     flip_dispersion,
     jackknife_error,
     largest,
@@ -17,6 +14,9 @@ from slimstart.policies.dispersion import (
     pair_dispersion,
     total_variance,
 )
+from torch import Tensor
+
+from slimstart.policies import ESTIMATORS, sample
 from tests.reference import all_masks, mask_probability
 
 S = torch.tensor([0.2, 0.5, 0.7, 0.9], dtype=torch.float64)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from scipy.linalg import hadamard
 from torch import nn
 
-from slimstart import Channels, Flops, Params, models, trace
+from slimstart import Channels, Flops, Params, trace
 from slimstart.errors import CheckpointError
+from slimstart.lab import models
 from slimstart.policies import EqualWorth, EqualWorthSearch, GradientLearner
 from slimstart.policies.equal_worth import FEWEST, SEEN, WINDOW, neighbours
 from slimstart.policies.widths import steps

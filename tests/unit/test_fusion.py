@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from slimstart import models
 from slimstart.kernels import norm
+from slimstart.lab import models
 from slimstart.steps import chains as chains_module
 from slimstart.steps import fusion
 from tests.zoo import ZOO, call, cast, shake, tensors

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import slimstart
-from slimstart.baselines.grow_efficient import LAST_BETA, MOMENTUM, PENALTY
-from slimstart.baselines.relaxations import RELAXATIONS as BUDGETED
-from slimstart.baselines.relaxations import make_gates
-from slimstart.baselines.sampled_gates import hard_concrete
-from slimstart.baselines.thresholded_gates import Cutoff, LogNorms
 from slimstart.errors import ConfigError, TraceError
-from slimstart.narrow.gating import Gated
+from slimstart.lab.methods.gated_network import Gated
+from slimstart.lab.methods.grow_efficient import LAST_BETA, MOMENTUM, PENALTY
+from slimstart.lab.methods.relaxations import RELAXATIONS as BUDGETED
+from slimstart.lab.methods.relaxations import make_gates
+from slimstart.lab.methods.sampled_gates import hard_concrete
+from slimstart.lab.methods.thresholded_gates import Cutoff, LogNorms
 from slimstart.policies import Channels, Flops, Params
 from tests.cost_tables import chain
 from tests.unit.test_policy_on_device import STREAM, WithoutHost

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slimstart.kernels import Move, Moves, backend, channels, take_channels, use_triton
+from slimstart.kernels import Move, Moves, backend, take_channels, use_triton
+from slimstart.kernels import take_channels as channels
 from slimstart.kernels.moves import BLOCK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart.graph import ChannelGraph
-from slimstart.narrow.masking import MaskedNetwork
+from slimstart.lab.methods.masked_network import MaskedNetwork
 from tests.zoo import ZOO, call, cast, shake, tensors
 
 FEW = ("vgg_bn", "resnet_option_a", "mobilenet_v2", "tied_autoencoder")

@@ -17,10 +17,10 @@ from torch import nn
 
 import slimstart
 from slimstart.errors import ConfigError
-from slimstart.models import MODELS, build, from_factory, is_factory
-from slimstart.models.resnet_cifar import BasicBlock
-from slimstart.models.resnet_imagenet import Bottleneck
-from slimstart.models.wide_resnet import WideBlock
+from slimstart.lab.models import MODELS, build, from_factory, is_factory
+from slimstart.lab.models.resnet_cifar import BasicBlock
+from slimstart.lab.models.resnet_imagenet import Bottleneck
+from slimstart.lab.models.wide_resnet import WideBlock
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 
@@ -359,7 +359,7 @@ def test_factories_and_names_are_told_apart() -> None:
 
 def test_build_never_runs_a_users_code(write_module: Callable[[str], None]) -> None:
     write_module("raise SystemExit('this must not run')")
-    with pytest.raises(ConfigError, match=r"a factory of your own; .*Call `slimstart.models.from_factory`"):
+    with pytest.raises(ConfigError, match=r"a factory of your own; .*Call `slimstart.lab.models.from_factory`"):
         build("own_nets:make", num_classes=10)
     assert "own_nets" not in sys.modules
 

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from slimstart import SparseTraining, models, trace
-from slimstart.accounting import flops
-from slimstart.baselines import front_heavy, narrow, uniform_mask
+from slimstart import SparseTraining, trace
 from slimstart.errors import BudgetError
+from slimstart.flop_counter import flops
+from slimstart.lab import models
+from slimstart.lab.methods import front_heavy, uniform, uniform_mask
 from slimstart.policies import Budget, Channels, EqualWorth, Flops, Params
 from tests.zoo import ZOO
 
@@ -42,7 +43,7 @@ def test_it_is_the_network_that_one_builds_by_hand() -> None:
     dense = models.build("vgg16", num_classes=10)
     graph = trace(dense, torch.zeros(1, 3, 32, 32), "stream")
     by_hand = models.build("vgg16", num_classes=10, width=0.25)
-    small = narrow(
+    small = uniform(
         dense,
         graph,
         Flops(flops(by_hand, torch.zeros(1, 3, 32, 32)) / flops(dense, torch.zeros(1, 3, 32, 32))),
@@ -58,7 +59,7 @@ def test_weights_have_the_scale_of_their_own_fan_in() -> None:
         if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
             module.reset_parameters()  # PyTorch's own: uniform, with variance 1 / (3 fan_in)
     graph = trace(dense, torch.zeros(1, 3, 32, 32), "stream")
-    for name, weight in narrow(dense, graph, Flops(0.1)).named_parameters():
+    for name, weight in uniform(dense, graph, Flops(0.1)).named_parameters():
         if weight.dim() == 4 and weight.numel() > 5000:
             assert float(weight.detach().var() * 3 * weight[0].numel()) == pytest.approx(1, rel=0.1), name
 
@@ -90,7 +91,7 @@ def test_any_network_can_be_narrowed(name: str) -> None:
     graph = trace(model, inputs, "stream")
     bound = Flops(1.0).bind(graph.costs)
     budget = Flops((0.5 * bound.minimum + 0.5 * bound.dense) / bound.dense)
-    assert flops(narrow(model, graph, budget), inputs) <= budget.fraction * flops(model, inputs)
+    assert flops(uniform(model, graph, budget), inputs) <= budget.fraction * flops(model, inputs)
 
 
 @pytest.mark.parametrize("align", [4, 8])
@@ -148,7 +149,7 @@ def test_any_profile_keeps_to_the_budget(spread: float, align: int) -> None:
 
 def test_a_narrow_network_lies_in_memory_like_its_dense_one() -> None:
     dense = models.build("resnet20", num_classes=10).to(memory_format=torch.channels_last)
-    small = narrow(dense, trace(dense, torch.zeros(1, 3, 16, 16), "stream"), Flops(0.3))
+    small = uniform(dense, trace(dense, torch.zeros(1, 3, 16, 16), "stream"), Flops(0.3))
     assert small.stage1[0].conv1.weight.shape[1] < 16
     assert small.stage1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
     assert not small.stage1[0].conv1.weight.is_contiguous()

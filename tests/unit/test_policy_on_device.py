@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from slimstart.costs import CostTable
 from slimstart.graph import trace
-from slimstart.models import resnet20, vgg19
+from slimstart.lab.models import resnet20, vgg19
 from slimstart.policies import ESTIMATORS, Budget, Channels, DeviceLearner, Estimator, Flops, PaperSearch, Params
 from tests.cost_tables import chain, cost_table, factor, search
 

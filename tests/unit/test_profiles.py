@@ -4,7 +4,8 @@ import profiles
 import pytest
 import torch
 
-from slimstart import Flops, models, trace
+from slimstart import Flops, trace
+from slimstart.lab import models
 
 GRAPH = trace(models.build("resnet20", num_classes=10, width=2), torch.zeros(1, 3, 32, 32), "filter")
 BUDGET = Flops(0.1)

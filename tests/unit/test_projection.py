@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.graph import trace
-from slimstart.models import mobilenet_v1, resnet20
+from slimstart.lab.models import mobilenet_v1, resnet20
 from slimstart.policies import BoundBudget, Budget, Channels, Flops, Params, project, uniform_start
 from slimstart.policies.multisection import Multisection
 from tests import reference

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import models, trace
-from slimstart.baselines import provable
-from slimstart.baselines.pruning import Trained
-from slimstart.baselines.shares import keep_share
+from slimstart import trace
+from slimstart.lab import models
+from slimstart.lab.methods import provable
+from slimstart.lab.methods.pruning import Trained
+from slimstart.lab.methods.shares import keep_share
 from slimstart.policies import Budget, Channels, Flops, Params
 from tests.tiny_networks import with_dropout
 from tests.zoo import ZOO, call, shake

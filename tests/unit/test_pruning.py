@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import models, trace
-from slimstart.baselines import PRUNERS, l1_filter, random_mask, random_structure, slimming, soft_filter
-from slimstart.baselines.pruning import Trained, even_rounds, filter_norms, filter_rows
-from slimstart.baselines.shares import keep_best, keep_share, largest_within
-from slimstart.baselines.thresholded_gates import LogNorms
+from slimstart import trace
 from slimstart.errors import BudgetError, TraceError
 from slimstart.graph import ChannelGraph
+from slimstart.lab import models
+from slimstart.lab.methods import PRUNERS, l1_filter, random_mask, random_structure, slimming, soft_filter
+from slimstart.lab.methods.pruning import Trained, even_rounds, filter_norms, filter_rows
+from slimstart.lab.methods.shares import keep_best, keep_share, largest_within
+from slimstart.lab.methods.thresholded_gates import LogNorms
 from slimstart.narrow import compact
 from slimstart.policies import Budget, Channels, Flops, Params
 from slimstart.policies.ranking import places

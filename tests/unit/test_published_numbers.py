@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from slimstart import bench_records, models, records, trace
-from slimstart.baselines import narrow
-from slimstart.recipes.recipe import parse_budget
+from slimstart import trace
+from slimstart.lab import models, records
+from slimstart.lab.bench import bench_records
+from slimstart.lab.methods import uniform
+from slimstart.lab.recipes.recipe import parse_budget
 
 REPOSITORY = Path(__file__).parents[2]
 WIDTHS = "-all-widths"  # of runs with kernels that do for all of them
@@ -88,7 +90,7 @@ def test_uniform_networks_have_the_widths_that_are_given_now(folder: str, size: 
     config = found["-start"].config
     model = models.build(config["model"], num_classes=10)
     graph = trace(model, torch.zeros(1, 3, size, size), "stream")
-    network = narrow(model, graph, parse_budget(config["budget"]))
+    network = uniform(model, graph, parse_budget(config["budget"]))
     widths = {name: len(layer.weight) for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
     differ = {
         part: [layer.name for layer in record.layers if widths.get(layer.name, layer.width) != layer.width]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
+from slimstart.lab.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
+from slimstart.lab.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
+from slimstart.lab.recipes.schedules import learning_rate
 from slimstart.policies import Channels, Flops, Paper, Params
-from slimstart.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
-from slimstart.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
-from slimstart.recipes.schedules import learning_rate
 
 
 def test_budgets_are_parsed() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from slimstart import atomic, records
 from slimstart.errors import RecordError
+from slimstart.io import atomic
+from slimstart.lab import records
 from tests.records import make
 
 RECORD = make(epochs=5)

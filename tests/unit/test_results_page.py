@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results_of_records import Experiment, page
 from results_page import make_page, published
+from study import records as study_records
+from study.records import FlipRow, Study, VarianceRow
 
-from slimstart import records, study_records
 from slimstart.errors import RecordError
+from slimstart.lab import records
+from slimstart.lab.records import Record
 from slimstart.policies import ESTIMATORS
-from slimstart.records import Record
-from slimstart.reports.results import Experiment, page
-from slimstart.study_records import FlipRow, Study, VarianceRow
 from tests.records import make
 
 REPOSITORY = Path(__file__).parents[2]

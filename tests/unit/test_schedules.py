@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from slimstart.errors import ConfigError
-from slimstart.recipes.recipe import Recipe
-from slimstart.recipes.schedules import learning_rate, parse_schedule
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.recipes.schedules import learning_rate, parse_schedule
 
 
 def rates(steps_per_epoch: int = 4, **settings: Any) -> list[float]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slimstart import records
 from slimstart.errors import RecordError
-from slimstart.records import Layer, Record
-from slimstart.reports import COLUMNS, Row, by_network, find, markdown, summarise
-from slimstart.reports.tables import duration, number
+from slimstart.lab import records
+from slimstart.lab.records import Layer, Record
+from slimstart.lab.reports import COLUMNS, Row, by_network, find, markdown, summarise
+from slimstart.lab.reports.tables import duration, number
 from tests.records import make, study
 
 CELL = {column.title: column.cell for column in COLUMNS}

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import models, trace
-from slimstart.baselines import thinet
-from slimstart.baselines.activations import Reading, observe
-from slimstart.baselines.pruning import Trained
-from slimstart.baselines.shares import keep_share
+from slimstart import trace
 from slimstart.graph import ChannelGroup
 from slimstart.graph.readers import Reader, readers
+from slimstart.lab import models
+from slimstart.lab.methods import thinet
+from slimstart.lab.methods.activations import Reading, observe
+from slimstart.lab.methods.pruning import Trained
+from slimstart.lab.methods.shares import keep_share
 from slimstart.narrow.compact import compact
 from slimstart.policies import Budget, Channels, Flops, Params
 from tests.tiny_networks import with_dropout

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from slimstart import models
-from slimstart.accounting.timing import Step, Stopwatch, compare
+from slimstart.lab import models
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.run.step_times import step_times
+from slimstart.lab.run.timing import Step, Stopwatch, compare
 from slimstart.narrow import Change, Networks
-from slimstart.recipes.measure import step_times
-from slimstart.recipes.recipe import Recipe
 
 
 def sleeping(first: float, second: float) -> Step:

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slimstart import models
-from slimstart.accounting import counting, flops
-from slimstart.accounting.train_cost import Ledger, first_layers, formula_flops
-from slimstart.recipes.methods import Fixed, Relaxed, Search, make_method
-from slimstart.recipes.recipe import Recipe
+from slimstart.flop_counter import counting, flops
+from slimstart.lab import models
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.run.make_method import Fixed, Relaxed, Search, make_method
+from slimstart.lab.run.train_cost import Ledger, first_layers, formula_flops
 
 
 def batch(num_images: int = 4, channels: int = 3, side: int = 16) -> tuple[Tensor, Tensor]:

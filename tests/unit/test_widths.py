@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimstart import Channels, Flops, Params, models, trace
+from slimstart import Channels, Flops, Params, trace
+from slimstart.lab import models
 from slimstart.policies.widths import FILLED, SMALL, Fit, steps, whole
 
 GRAPH = trace(models.build("vgg16", num_classes=10, width=0.125), torch.zeros(1, 3, 32, 32))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from slimstart.graph.ledger import Layout
+from slimstart.graph.constraints import Layout
 from slimstart.graph.sizes import Arithmetic, Attribute, Expression, evaluate, full
 
 Rows = list[list[int]]

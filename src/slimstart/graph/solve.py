@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from slimstart.graph.build import write_graph
 from slimstart.graph.channels import ChannelGraph
-from slimstart.graph.layouts import LayoutSolver
-from slimstart.graph.ledger import CONSTANT, Ledger, Presence, UnionFind, when_carried
+from slimstart.graph.constraints import CONSTANT, Ledger, Presence, UnionFind, when_carried
+from slimstart.graph.reshapes import LayoutSolver
 from slimstart.graph.solver import Solver, index_presences
-from slimstart.graph.tables import write_graph
 
 
 def axis_presences(ledger: Ledger, name: str, dim: int, size: int) -> tuple[Presence, ...]:

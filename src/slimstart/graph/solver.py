@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from slimstart.graph.ledger import ZERO, Ledger, Presence, when_carried
+from slimstart.graph.constraints import ZERO, Ledger, Presence, when_carried
 from slimstart.graph.sizes import Attribute, leaves
 
 Atoms = frozenset[int]

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from slimstart.devices import cuda_devices
 from slimstart.errors import TraceError
 from slimstart.graph.channels import ChannelGraph
-from slimstart.graph.ledger import Ledger
+from slimstart.graph.constraints import Ledger
 from slimstart.graph.rules import rule_for
 from slimstart.graph.sizes import Attribute, Size
 from slimstart.graph.solve import solve

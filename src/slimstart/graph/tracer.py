@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.ledger import Ledger
+from slimstart.graph.constraints import Ledger
 from slimstart.graph.sizes import Dimension, Expression, Shape, Size
 from slimstart.graph.values import Call, Value, bind, compress
 

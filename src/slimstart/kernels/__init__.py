@@ -8,7 +8,7 @@ code is in the `*_triton.py` files, which are imported when they are first used.
 """
 
 from slimstart.kernels.backend import use_triton
-from slimstart.kernels.channels import take_channels
 from slimstart.kernels.moves import Move, Moves
+from slimstart.kernels.take_channels import take_channels
 
 __all__ = ["Move", "Moves", "take_channels", "use_triton"]

@@ -5,8 +5,7 @@ training, mask after mask (`modules.py`), from the dense tensors in `store.py`, 
 optimizer state that belongs to it (`optimizer_state.py`). `stream_ports.py` is the one thing a narrow network has that
 the dense one has not; `capacity.py` pads networks so that shapes survive a draw. `init_scale.py` scales new weights;
 `batchnorm.py` measures statistics; `verify.py` compares a narrow network with the masked dense one; `shrink.py` fits a
-dense module to a narrow state dict; `hooks.py` has hooks that do nothing in copies. Two that stay dense: `masking.py`,
-whose mask changes in place, for many forwards of sampled networks; `gating.py`, whose gates learn by the chain rule.
+dense module to a narrow state dict; `hooks.py` has hooks that do nothing in copies.
 """
 
 from slimstart.narrow.batchnorm import recalibrate
@@ -14,7 +13,6 @@ from slimstart.narrow.capacity import Capacity, Planner
 from slimstart.narrow.change import Change, Transactions
 from slimstart.narrow.compact import compact
 from slimstart.narrow.init_scale import compact_fresh, is_pretrained, suit_
-from slimstart.narrow.masking import MaskedNetwork
 from slimstart.narrow.networks import Executed, Networks
 from slimstart.narrow.shrink import shrink_to
 from slimstart.narrow.store import Key, Store
@@ -25,7 +23,6 @@ __all__ = [
     "Change",
     "Executed",
     "Key",
-    "MaskedNetwork",
     "Networks",
     "Planner",
     "Report",

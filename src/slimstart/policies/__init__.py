@@ -15,9 +15,9 @@ Open `paper` first: `PaperSearch._learn_` is the paper's update of s in half a d
 
 from slimstart.policies.base import DeviceLearner, GradientLearner, Learner, Padding, Policy
 from slimstart.policies.budgets import BoundBudget, Budget, Channels, Flops, Params
-from slimstart.policies.cutting import cut
 from slimstart.policies.equal_worth import EqualWorth, EqualWorthSearch
 from slimstart.policies.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
+from slimstart.policies.masks import cut
 from slimstart.policies.paper import SAMPLINGS, Paper, PaperSearch
 from slimstart.policies.probabilities import sample, score
 from slimstart.policies.projection import project, uniform_start

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.errors import BudgetError
-from slimstart.policies.expectation import ExpectedCost
+from slimstart.policies.expected_cost import ExpectedCost
 from slimstart.policies.tables import Tables
 
 

@@ -21,8 +21,8 @@ from slimstart.policies.adam import Adam, AdamState
 from slimstart.policies.base import LearnsFrom, Padding, check_count, check_type
 from slimstart.policies.budgets import BoundBudget, Budget
 from slimstart.policies.capping import SPREAD, TRIES, Cap
-from slimstart.policies.cutting import cut, most_probable
 from slimstart.policies.estimators import Estimator, get_estimator
+from slimstart.policies.masks import cut, most_probable
 from slimstart.policies.multisection import Multisection
 from slimstart.policies.probabilities import sample, uniform_numbers
 from slimstart.policies.projection import project, uniform_start

@@ -26,7 +26,7 @@ from slimstart.steps import fusion
 from slimstart.steps.backward import Backward
 from slimstart.steps.capture import Pool, is_scarce
 from slimstart.steps.captured import Board, CapturedStep, Subject
-from slimstart.steps.depthwise import AllWidths
+from slimstart.steps.depthwise_mode import AllWidths
 from slimstart.steps.eager import LossFunction
 from slimstart.steps.optimizers import has_begun, settings
 

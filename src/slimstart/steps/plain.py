@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from slimstart.ranks import num_examples, ranks_of, reporting, running_statistics
+from slimstart.distributed.process_group import num_examples, ranks_of, reporting, running_statistics
 from slimstart.steps.backward import Backward
 from slimstart.steps.choice import choose
 from slimstart.steps.eager import NOTHING, LossFunction, detached, loss_of

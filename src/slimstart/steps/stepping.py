@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from slimstart.steps.depthwise import AllWidths
+from slimstart.steps.depthwise_mode import AllWidths
 from slimstart.steps.eager import not_finite
 from slimstart.steps.graphs import Steps
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _global_module_registration_hooks, register_
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from slimstart.ranks import ALONE, Ranks
+from slimstart.distributed.process_group import ALONE, Ranks
 
 _REFUSED = {
     "FullyShardedDataParallel": "FSDP shards parameters, so their channels are not in one place",

@@ -10,6 +10,6 @@ knows how; otherwise everything it touches is left whole, with that reason.
 """
 
 from slimstart.graph.rules import mixing, norms, pointwise, reductions, shapes
-from slimstart.graph.rules.registry import rule_for
+from slimstart.graph.rules.register import rule_for
 
 __all__ = ["mixing", "norms", "pointwise", "reductions", "rule_for", "shapes"]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slimstart.graph.ledger import CONSTANT, ZERO, CostNote, Layout, Presence, when_carried, when_live
+from slimstart.graph.constraints import CONSTANT, ZERO, CostNote, Layout, Presence, when_carried, when_live
 from slimstart.graph.rules.norms import per_channel_layer
-from slimstart.graph.rules.registry import rule
+from slimstart.graph.rules.register import rule
 from slimstart.graph.rules.shapes import pairwise
 from slimstart.graph.tracer import Tracer
 from slimstart.graph.values import Call, Value

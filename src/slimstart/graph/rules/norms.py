@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from slimstart.graph.ledger import Layout, Presence, when_carried, when_live
+from slimstart.graph.constraints import Layout, Presence, when_carried, when_live
 from slimstart.graph.rules.pointwise import changed
-from slimstart.graph.rules.registry import rule
+from slimstart.graph.rules.register import rule
 from slimstart.graph.tracer import Tracer
 from slimstart.graph.values import Call
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from slimstart.graph.ledger import Layout, when_carried
-from slimstart.graph.rules.registry import operation_name, rule
+from slimstart.graph.constraints import Layout, when_carried
+from slimstart.graph.rules.register import operation_name, rule
 from slimstart.graph.rules.shapes import pairwise
 from slimstart.graph.tracer import Tracer
 from slimstart.graph.values import Call, Value

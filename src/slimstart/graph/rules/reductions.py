@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimstart.graph.ledger import Layout, when_carried
+from slimstart.graph.constraints import Layout, when_carried
 from slimstart.graph.rules.pointwise import changed, pointwise
-from slimstart.graph.rules.registry import rule
+from slimstart.graph.rules.register import rule
 from slimstart.graph.rules.shapes import pairwise
 from slimstart.graph.tracer import Tracer
 from slimstart.graph.values import Call

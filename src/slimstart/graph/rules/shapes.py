@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from slimstart.graph.ledger import CONSTANT, ZERO, Count, Layout, when_carried
-from slimstart.graph.rules.registry import rule
+from slimstart.graph.constraints import CONSTANT, ZERO, Count, Layout, when_carried
+from slimstart.graph.rules.register import rule
 from slimstart.graph.sizes import Expression, Size
 from slimstart.graph.tracer import Tracer
 from slimstart.graph.values import Call, Value, compress

@@ -1,0 +1,114 @@
+"""`run_study.py variance` and `run_study.py flip`: the paper's two analyses, on a run of one's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slimstart.lab.cli.display import TrainingDisplay, console, show_table
+from slimstart.lab.cli.options import RecipeName, chosen, given, split, where, with_training_options
+
+if TYPE_CHECKING:
+    from study.records import Study
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("variance", epilog="Example: run_study.py variance runs/resnet32-cifar10 --out variance")(variance)
+    app.command(
+        "flip", epilog="Example: run_study.py flip --model resnet32 --data cifar10 --budget flops=0.1 --out flip"
+    )(with_training_options(flip))
+
+
+def variance(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that is searching, at its last checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Folder for record.json and variance.svg.")] = Path("variance"),
+    estimators: Annotated[
+        str, typer.Option(help="To compare, the first with the others; NAME_plain: without the preconditioner.")
+    ] = "vr_pge,pge,pge_plain",
+    batches: Annotated[int, typer.Option(help="Random training batches.")] = 16,
+    draws: Annotated[int, typer.Option(help="Masks on each batch.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of batches and masks.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Your own module:factory, if the run has one.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set is.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")] = "auto",
+    engine: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs), or auto: what is best here.")] = "auto",
+) -> None:
+    """Variance of the structure gradient in each layer, over masks and batches: VR-PGE beside PGE."""
+    from rich.progress import track
+
+    from slimstart.lab.run.environment import Place
+    from slimstart.lab.run.run_folder import Run
+    from study import run as study
+    from study.settings import VarianceSettings
+
+    names = split(estimators)
+    settings = VarianceSettings(names, batches, draws, seed)
+    place = Place(device, data_dir, engine=engine)
+    looked_on = partial(
+        track,
+        description="measuring",
+        total=batches,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    found = study.variance(Run(run), settings, place, out, model, looked_on)
+    console.print(
+        f"{found.network} after {found.epoch} epochs: mean variance of a gradient, ± its standard error; "
+        f"ratios to {names[0]}",
+        markup=False,
+    )
+    show_table(*_table(found))
+    _write_plot(found, out, "variance.svg")
+
+
+def flip(
+    *,
+    recipe: RecipeName = None,
+    out: Annotated[Path, typer.Option(help="Folder for the run, record.json and flip.svg.")] = Path("flip"),
+    every: Annotated[int, typer.Option(help="Epochs between two measurements.")] = 10,
+    batches: Annotated[int, typer.Option(help="Random training batches; an even number.")] = 8,
+    draws: Annotated[int, typer.Option(help="Masks on each batch.")] = 16,
+    channels: Annotated[int, typer.Option(help="Random channels that are flipped in every mask.")] = 64,
+    **options: Any,
+) -> None:
+    """Train, and measure on the way how much sampled networks differ, and what one channel changes.
+
+    A study that was stopped goes on with the same command.
+    """
+    from slimstart.lab.run.callbacks import Interrupted
+    from study import run as study
+    from study.settings import FlipSettings
+
+    settings = FlipSettings(every, batches, draws, channels)
+    asked = chosen(recipe, {"policy": "paper", **given(options)})
+    display = TrainingDisplay(asked.total_epochs)
+    try:
+        with display, display.stoppable():
+            found = study.flip(asked, settings, where(**options), out, display)
+    except Interrupted:
+        console.print("saved; to go on, give the same command again", markup=False)
+        raise typer.Exit(130) from None
+    console.print(f"{found.network}: squared losses and differences, ± standard errors", markup=False)
+    show_table(*_table(found))
+    _write_plot(found, out, "flip.svg")
+
+
+def _table(study: Study) -> tuple[list[str], list[list[str]]]:
+    from study.tables import cells
+
+    titles, *rows = cells(study)
+    return titles, rows
+
+
+def _write_plot(study: Study, out: Path, name: str) -> None:
+    try:
+        from study import plot as study_plot
+    except ImportError as error:  # a machine that only trains may do without matplotlib
+        console.print(f"no plot is drawn: {error}", markup=False)
+        return
+    study_plot.write(study, out / name)
+    console.print(f"record: {out / 'record.json'}, plot: {out / name}", markup=False)

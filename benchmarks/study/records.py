@@ -1,0 +1,110 @@
+"""A study's record: what `run_study.py` writes. `recipes` fills it, `reports` draws it; torch is not needed.
+
+Losses are means over a training batch, in nats; variances are of gradients of s. `*_error` are standard errors. What
+could not be known is None. docs/studies.md says how everything is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import reprlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slimstart.errors import RecordError
+from slimstart.lab.records import read_plain, write_plain
+
+SCHEMA = "slimstart.study/1"
+LARGEST = 1e30
+
+
+@dataclass(frozen=True)
+class VarianceRow:
+    """Variance of one estimator's gradient in one layer, over masks and batches."""
+
+    layer: str | None  # None: all layers together
+    estimator: str  # "vr_pge"; "pge_plain" is pge without the preconditioner
+    num_units: int  # with s between 0 and 1; others are not counted
+    num_rare: int  # of these, with s so near 0 or 1 that fewer than 10 of all masks were expected to tell of it
+    variance: float  # mean over the units
+    standard_error: float
+    ratio: float | None  # to the variance of the first estimator; None where that is 0
+    ratio_error: float | None
+
+
+@dataclass(frozen=True)
+class FlipRow:
+    """E[L^2], V and V_max after an epoch of a search."""
+
+    epoch: int
+    num_units: int  # with s between 0 and 1
+    num_tried: int  # of these, over which the maximum is taken
+    squared_loss: float  # E[L(m)^2]
+    squared_loss_error: float
+    dispersion: float  # V: E (L(m) - L(m'))^2
+    dispersion_error: float
+    max_dispersion: float  # V_max: one unit held at 0 or 1; chosen on one half of the batches, measured on the other
+    max_dispersion_error: float
+    max_dispersion_naive: float  # chosen and measured on the same batches, which is too much
+    excess: float  # V_max - V, from the same masks; may come out negative
+    excess_error: float
+
+
+@dataclass(frozen=True)
+class Study:
+    """One study: with what it was made, and its rows, of one of both kinds."""
+
+    command: str
+    commit: str | None
+    version: str
+    device: str
+    hardware: str
+    torch: str
+    python: str
+    started: str  # ISO 8601, UTC
+    finished: str
+    config: dict[str, Any]  # of the run
+    settings: dict[str, Any]  # of the study
+    epoch: int  # whole epochs that the run had trained at the end
+    variance: tuple[VarianceRow, ...] = ()
+    flip: tuple[FlipRow, ...] = ()
+    schema: str = SCHEMA
+
+    def __post_init__(self) -> None:
+        for problem in _problems(self):
+            raise RecordError(f"the field {problem}")
+
+    @property
+    def network(self) -> str:
+        return f"{self.config.get('model')} on {self.config.get('data')}"
+
+
+def write(study: Study, path: str | os.PathLike[str]) -> None:
+    """Write a record as JSON, atomically; `read` is the inverse."""
+    write_plain(study, path)
+
+
+def read(path: str | os.PathLike[str]) -> Study:
+    """Read a record: a JSON file, or the folder of a study.
+
+    Raises:
+        RecordError: there is none, or it is not of this schema; the message says which field.
+    """
+    return read_plain(Study, path, SCHEMA, "a study")
+
+
+def _problems(study: Study) -> Iterator[str]:
+    if bool(study.variance) == bool(study.flip):
+        yield "`flip` must be empty where `variance` is not, and the other way round"
+    for kind in ("variance", "flip"):
+        for i, row in enumerate(getattr(study, kind)):
+            for name, value in dataclasses.asdict(row).items():
+                low = -LARGEST if name == "excess" else 0
+                if isinstance(value, int | float) and not low <= value <= LARGEST:  # so written, NaN fails too
+                    yield f"`{kind}[{i}].{name}` is {reprlib.repr(value)}; it must be from {low:g} to {LARGEST:g}"
+    for i, (before, after) in enumerate(itertools.pairwise(study.flip)):
+        if after.epoch <= before.epoch:
+            yield f"`flip[{i + 1}].epoch` is {after.epoch}; it must be above that of the one before, {before.epoch}"

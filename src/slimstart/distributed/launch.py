@@ -1,0 +1,125 @@
+"""Training on several processes, each with its part of every batch: torch.distributed, started by torchrun.
+
+    with joined() as ranks:
+        sparse = SparseTraining(model, optimizer, images[:1], budget, total_steps=steps)
+        parallel = data_parallel(model)     # or any DistributedDataParallel, before or after
+        for images, labels in loader:       # this process's part of every batch
+            loss = F.cross_entropy(parallel(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()                # or all of it: sparse.step(loss_fn, images, labels)
+        model = sparse.finish()
+
+At the first step all processes get the weights of the first, those that are not in the network included. Then they
+change to the same structures at the same steps and stay bit-identical: processes exchange the gradient of the *narrow*
+network (`sparse.gradient_bytes`, in comparison to `sparse.dense_gradient_bytes`), and learn the structure from what all
+of them have. `DistributedDataParallel` stays the same object, with its options and its communication hook. A change
+happens in all processes, or, where one of them cannot prepare it, in none, with an error in all.
+
+`step` also exchanges losses, weighs processes by their number of examples, and averages the running statistics of batch
+norm. In a loop by hand, batches are of equal size, as always with `DistributedDataParallel`, and statistics are
+averaged at changes of structure and in `finish`. `step`, `optimizer.step()`, `update`, `resample`, `settle`, `finish`
+and a `snapshot` with batches are for all processes at once; `state_dict` and `save` are not, so that one process alone
+can write a checkpoint.
+
+Several processes and one compute the same with `synchronise_batch_norm`, up to rounding: sums over examples have
+another order. In float64 the difference remains as small as that. In float32 trainings can drift apart, because units
+of nearly equal importance are ordered by rounding, so that another unit leaves, or a width differs by one; the results
+are then as different as those of two seeds.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+from slimstart.distributed.process_group import ALONE, Ranks, reporting
+from slimstart.errors import ConfigError
+
+TIMEOUT = 600.0  # seconds
+_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"  # torch < 2.13
+
+_wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def data_parallel(net: nn.Module, **options: Any) -> DistributedDataParallel:
+    """`DistributedDataParallel` that does not exchange buffers at every forward: `SparseTraining` averages statistics.
+
+    Args:
+        net: the model.
+        options: of `DistributedDataParallel`.
+    """
+    device = next(net.parameters()).device
+    settings = {"device_ids": [device] if device.type == "cuda" else None, _SYNC_BUFFERS: False}
+    wrapped = DistributedDataParallel(net, **{**settings, **options})
+    _wrapped.add(wrapped)
+    return wrapped
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that torchrun has started."""
+    return dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this process anew, after a failure (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def own_device(name: str = "auto") -> str:
+    """The device of this rank: a GPU where there are some, and of several that of its number on the machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name
+
+
+@contextmanager
+def joined(timeout: float = TIMEOUT) -> Iterator[Ranks]:
+    """The processes that torchrun has started, while the block lasts; this one alone where it has started none.
+
+    gloo connects CPUs, and nccl GPUs, where there are any. The ranks that are given talk over gloo.
+
+    Args:
+        timeout: seconds after which waiting for a rank ends with a `RankError`; an exchange that takes longer, such as
+            waiting for one rank to write a large checkpoint, fails too.
+    """
+    if not timeout > 0:
+        raise ConfigError(f"`timeout` is {timeout}; it must be a positive number of seconds")
+    if not started_by_torchrun():
+        yield ALONE
+        return
+    on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    if on_gpu:
+        torch.cuda.set_device(own_device("cuda"))
+    patience = timedelta(seconds=timeout)
+    with reporting():
+        # A store may outlive a restart, with the addresses of processes that are gone.
+        store, rank, size = next(rendezvous("env://", timeout=patience))
+        store = PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    try:
+        yield Ranks(weakref.ref(dist.group.WORLD))
+    finally:
+        # Threads of a group that have something to give back when Python ends would bring the process down.
+        for net in _wrapped:
+            for name in ("reducer", "logger", "process_group"):
+                setattr(net, name, None)
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(0.1)

@@ -1,0 +1,230 @@
+"""Write the graph: number the units, list the events, and spell out slices, ports, attributes and costs."""
+
+from __future__ import annotations
+
+import collections
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.costs import CostTable, Factor, Polynomial, Term
+from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
+from slimstart.graph.constraints import CONSTANT, ZERO, PortNote, Presence, UnionFind, when_carried, when_live
+from slimstart.graph.sizes import Attribute
+from slimstart.graph.solver import Solver
+
+
+class Tables:
+    """Events, axes and factors, each distinct one once."""
+
+    def __init__(self, solver: Solver, unit_of: dict[int, int]) -> None:
+        self.solver = solver
+        self.unit_of = unit_of
+        self.events: dict[frozenset[int], int] = {}
+        self.axes: dict[tuple[int, ...], int] = {}
+        self.factors: dict[tuple[int, ...], int] = {}
+        # Remembered, because a network names the same channels many times over.
+        self._event_table = [self.event(roots) for roots in solver.exists_table()]
+        self._events_of: dict[tuple[Presence, ...], tuple[int, ...]] = {}
+        self._carried_axis_of: dict[tuple[Presence, ...], int] = {}
+        self._carried_table = [self.event(solver.roots(atoms)) for atoms in _carried_without_ports(solver)]
+
+    def event(self, roots: frozenset[int] | None) -> int:
+        """The event on which a channel depends, by the filters that write it; -1 if it always exists."""
+        return -1 if roots is None else self.events.setdefault(roots, len(self.events))
+
+    def _events(self, presences: tuple[Presence, ...]) -> tuple[int, ...]:
+        if presences not in self._events_of:
+            self._events_of[presences] = tuple(map(self._event_table.__getitem__, presences))
+        return self._events_of[presences]
+
+    def axis(self, presences: tuple[Presence, ...]) -> int | None:
+        """The axis of these channels; None if all of them always exist."""
+        events = self._events(presences)
+        return None if max(events, default=-1) < 0 else self.axes.setdefault(events, len(self.axes))
+
+    def carried_axis(self, presences: tuple[Presence, ...]) -> int:
+        """The axis of the tensors that carry these channels, if no layer had a port."""
+        if presences not in self._carried_axis_of:
+            events = tuple(self._carried_table[presence // 2] for presence in presences)
+            self._carried_axis_of[presences] = self.axes.setdefault(events, len(self.axes))
+        return self._carried_axis_of[presences]
+
+    def term(self, coefficient: int, factors: Iterable[tuple[Presence, ...]]) -> Term | int:
+        """A cost term, or a plain number where nothing of it can change."""
+        chosen = []
+        for presences in factors:
+            events = self._events(presences)
+            if max(events, default=-1) < 0:
+                coefficient *= len(events)
+            else:
+                chosen.append(self.factors.setdefault(events, len(self.factors)))
+        return Term(coefficient, tuple(chosen)) if chosen else coefficient
+
+    def padded_events(self) -> Tensor:
+        width = max(map(len, self.events), default=1)
+        rows = [sorted(self.unit_of[r] for r in roots) + [-1] * (width - len(roots)) for roots in self.events]
+        return torch.tensor(rows, dtype=torch.int64).view(len(rows), width)
+
+    def factor_list(self) -> tuple[Factor, ...]:
+        factors = []
+        for events in self.factors:
+            counts = collections.Counter(events)
+            offset = counts.pop(-1, 0)
+            kinds = (
+                torch.tensor(list(counts), dtype=torch.int64),
+                torch.tensor(list(counts.values()), dtype=torch.int64),
+            )
+            factors.append(Factor(offset, *kinds))
+        return tuple(factors)
+
+
+def _polynomial(terms: Iterable[Term | int]) -> Polynomial:
+    constant, kept = 0, collections.Counter[tuple[int, ...]]()
+    for term in terms:
+        if isinstance(term, int):
+            constant += term
+        else:
+            kept[tuple(sorted(term.factors))] += term.coefficient
+    return Polynomial(constant, tuple(Term(coefficient, factors) for factors, coefficient in kept.items()))
+
+
+def write_graph(
+    solver: Solver,
+    groups: dict[int, int],
+    channels: dict[tuple[str, int], tuple[Presence, ...]],
+    attributes: dict[Attribute, tuple[Presence, ...]],
+    model: nn.Module,
+) -> ChannelGraph:
+    """The graph, from what the solver found.
+
+    Args:
+        groups: the group of every root atom that can go.
+        channels: for dimensions of named tensors, when each index exists.
+        attributes: for attributes of the user's modules, when each thing that they count exists.
+    """
+    ledger, find = solver.ledger, solver.atoms.find
+    roots = sorted(groups, key=lambda root: (groups[root], root))
+    unit_of = {root: unit for unit, root in enumerate(roots)}
+    tables = Tables(solver, unit_of)
+
+    tensors: dict[str, list[Slice]] = defaultdict(list)
+    dimensions: dict[str, dict[int, tuple[Presence, ...]]] = defaultdict(dict)
+    for (name, dim), presences in channels.items():
+        if (axis := tables.axis(presences)) is not None:
+            tensors[name].append(Slice(dim, axis, tables.carried_axis(presences)))
+            dimensions[name][dim] = presences
+    reads = _ports(tables, ledger.reads)
+    writes = _ports(tables, ledger.writes)
+    counted: dict[tuple[str, str], Counter] = {}
+    layers = {key: (found, len(found)) for key, found in ledger.layer_attributes.items()}
+    users = {(leaf.module, leaf.name): (found, leaf.value) for leaf, found in attributes.items()}
+    for key, (found, dense) in (layers | users).items():
+        if (axis := tables.axis(found)) is not None:
+            counted[key] = Counter(axis, tables.carried_axis(found), dense)
+
+    flops = [(tables.term(note.coefficient, note.factors), note) for note in ledger.costs]
+    params: list[Term | int] = []
+    for name, parameter in model.named_parameters():
+        cut = dimensions.get(name, {})
+        rest = 1
+        for dim, size in enumerate(parameter.shape):
+            rest *= 1 if dim in cut else size
+        params.append(tables.term(rest, cut.values()))
+    totals = [note.coefficient * _product(map(len, note.factors)) for _, note in flops]
+    shrinking = sum(d for d, (term, _) in zip(totals, flops, strict=True) if isinstance(term, Term))
+
+    filters = {}
+    members: dict[int, list[str]] = defaultdict(list)
+    unit_filters = [0] * len(roots)
+    for writer, atoms in ledger.writers.items():
+        kept = [unit_of.get(find(atom), -1) for atom in atoms]
+        filters[ledger.layers[writer]] = torch.tensor(kept, dtype=torch.int64)
+        for unit in kept:
+            if unit >= 0:
+                unit_filters[unit] += 1
+        for group in {groups[roots[unit]] for unit in kept if unit >= 0}:
+            members[group].append(ledger.layers[writer])
+    labels = sorted(members)
+    position = {label: number for number, label in enumerate(labels)}
+    unit_group = torch.tensor([position[groups[root]] for root in roots], dtype=torch.int64)
+    costs = CostTable(
+        unit_group=unit_group,
+        unit_filters=torch.tensor(unit_filters, dtype=torch.int64),
+        events=tables.padded_events(),
+        factors=tables.factor_list(),
+        flops=_polynomial(term for term, _ in flops),
+        params=_polynomial(params),
+    )
+    channel_groups = []
+    start = 0
+    for label, size in zip(labels, torch.bincount(unit_group).tolist() if roots else [], strict=True):
+        names = tuple(dict.fromkeys(members[label]))
+        units = range(start, start + size)  # roots are sorted by group
+        channel_groups.append(ChannelGroup(names[0], units, names, sum(unit_filters[start : start + size])))
+        start += size
+    return ChannelGraph(
+        coupling=ledger.coupling,
+        groups=tuple(channel_groups),
+        tensors={name: tuple(slices) for name, slices in tensors.items()},
+        axes=tuple(torch.tensor(axis, dtype=torch.int64) for axis in tables.axes),
+        reads=reads,
+        writes=writes,
+        attributes=counted,
+        filters=filters,
+        left_whole=_left_whole(solver, tensors, model),
+        costs=costs,
+        coverage=shrinking / max(1, sum(totals)),
+    )
+
+
+def _carried_without_ports(solver: Solver) -> list[frozenset[int] | None]:
+    """For every node, what writes its carrier if a layer within channels has to be as wide on both sides."""
+    merged = UnionFind()
+    merged.parent = list(solver.ledger.carriers.parent)
+    for first, second in solver.ledger.same_width:
+        merged.union(first, second)
+    written: dict[int, set[int]] = defaultdict(set)
+    always = {merged.find(CONSTANT), merged.find(ZERO)}
+    for carrier, atoms in solver.carried.items():
+        root = merged.find(carrier)
+        written[root] |= atoms or set()
+        if atoms is None:
+            always.add(root)
+    sets = {root: None if root in always else frozenset(atoms) for root, atoms in written.items()}
+    return [sets[merged.find(node)] for node in range(len(merged.parent))]
+
+
+def _ports(tables: Tables, notes: dict[str, PortNote]) -> dict[str, Port]:
+    """Ports of layers that see other channels than the tensor carries."""
+    ports = {}
+    for module, note in notes.items():
+        carried = tables.axis(tuple(map(when_carried, note.nodes)))
+        live = tables.axis(tuple(map(when_live, note.nodes)))
+        if carried != live:
+            always = tables.axes.setdefault((-1,) * len(note.nodes), len(tables.axes))
+            ports[module] = Port(note.dim, always if carried is None else carried, always if live is None else live)
+    return ports
+
+
+def _left_whole(solver: Solver, tensors: dict[str, list[Slice]], model: nn.Module) -> dict[str, str]:
+    """Layers none of whose filters can go, and whatever else was not followed, each with its reason."""
+    known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    reasons: dict[str, str] = {}
+    for writer, atoms in solver.ledger.writers.items():
+        roots = {solver.atoms.find(atom) for atom in atoms}
+        if roots <= solver.frozen.keys():
+            reasons[solver.ledger.layers[writer]] = solver.frozen[min(roots)]
+    for name, reason in solver.ledger.unfollowed.items():
+        if name and name in known and name not in tensors:
+            reasons.setdefault(name.removesuffix(".weight"), reason)
+    return reasons
+
+
+def _product(numbers: Iterable[int]) -> int:
+    product = 1
+    for number in numbers:
+        product *= number
+    return product

@@ -1,0 +1,104 @@
+"""Finished networks for other programs: ONNX and torch.export. What was written is run, and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.errors import ConfigError, ExportError
+from slimstart.io import atomic
+
+
+def to_onnx(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> float | None:
+    """Write an ONNX file that takes any batch size.
+
+    Returns:
+        The largest difference to the network's own output, or None where onnxruntime is not installed.
+
+    Raises:
+        ConfigError: the packages that PyTorch needs for it are not installed.
+    """
+    network.eval()
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                network,
+                (_several(example),),
+                dynamo=True,
+                verbose=False,
+                input_names=["images"],
+                output_names=["logits"],
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+            )
+    except ImportError as error:
+        raise ConfigError(
+            f"ONNX needs more packages ({error}); install them with: pip install slimstart[onnx]"
+        ) from error
+    assert program is not None
+    content = program.model_proto.SerializeToString()
+    atomic.write(path, content)
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    images = _several(example)
+    (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    return _difference(network, images, torch.from_numpy(logits), path)
+
+
+def to_torch(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> float:
+    """Write a torch.export file (.pt2) that takes any batch size; returns the largest difference when read back."""
+    if Path(path).suffix != ".pt2":
+        raise ConfigError(f"`out` is {os.fspath(path)!r}; a file of torch.export must be called *.pt2")
+    network.eval()
+    images = _several(example)
+    with _quiet():
+        program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        content = io.BytesIO()
+        torch.export.save(program, content)
+        atomic.write(path, content.getvalue())
+        again = torch.export.load(str(Path(path))).module()
+    return _difference(network, images, again(images), path)
+
+
+def _several(example: Tensor) -> Tensor:
+    """Three different images of that shape: a batch of one would be taken for a fixed size."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(3, *example.shape[1:], generator=generator)
+
+
+@torch.no_grad()
+def _difference(network: nn.Module, images: Tensor, output: Tensor, path: str | os.PathLike[str]) -> float:
+    """The largest difference between outputs.
+
+    Raises:
+        ExportError: it is more than rounding explains.
+    """
+    expected = network(images)
+    difference = float((expected - output).abs().max())
+    if not difference <= 1e-3 * max(1.0, float(expected.abs().max())):
+        raise ExportError(f"{os.fspath(path)} computes something else than the network: outputs differ by {difference}")
+    return difference
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch's exporters tell each other."""
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
+    exporter.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        exporter.setLevel(level)

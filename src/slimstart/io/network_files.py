@@ -1,0 +1,132 @@
+"""save and load finished networks: safetensors beside a JSON file that says how the network is built. No pickle.
+
+A narrow network is the user's own class with smaller tensors, so loading needs the class (`model_factory` builds the
+dense network, as before training) and the structure file: sizes of integer attributes, and the ports of layers on
+streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.errors import CheckpointError
+from slimstart.io import atomic
+from slimstart.narrow.compact import RECORD, Record, tensor_names, tensor_places
+from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, open_port, set_port
+
+_FORMAT = "slimstart.network/1"
+
+
+def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    path = Path(path)
+    tensors = path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
+    return tensors, tensors.with_suffix(".json")
+
+
+def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a finished network to `path` (.safetensors) and, beside it, its structure (.json); both atomically.
+
+    Args:
+        network: from `finish`, `snapshot` or `compact`.
+    """
+    from safetensors.torch import save as to_bytes
+
+    record = vars(network).get(RECORD)
+    if not isinstance(record, Record):
+        raise ValueError(
+            "`network` does not come from `finish`, `snapshot` or `compact`, so its structure is not known"
+        )
+    ports = {name: layer for name, layer in network.named_modules() if isinstance(layer, StreamPort)}
+    own = {f"{name}.{buffer}" for name in ports for buffer in BUFFERS}
+    tensors = {n: t.detach().contiguous().clone() for n, t in tensor_names(network).items() if n not in own}
+    blob = to_bytes(tensors)
+    structure = {
+        "format": _FORMAT,
+        "sha256": hashlib.sha256(blob).hexdigest(),
+        "dense": {name: list(shape) for name, shape in record.dense.items()},
+        "attributes": [[m, a, int(getattr(network.get_submodule(m), a))] for m, a in record.counted],
+        "ports": {
+            name: {
+                "read": None if layer.stream_read is None else layer.stream_read.tolist(),
+                "write": None if layer.stream_write is None else layer.stream_write.tolist(),
+                "width": layer.stream_width,
+                "dims": list(layer.stream_dims),
+            }
+            for name, layer in ports.items()
+        },
+    }
+    structure["digest"] = _digest(structure)
+    tensors_path, structure_path = _paths(path)
+    atomic.write(tensors_path, blob)
+    atomic.write(structure_path, (json.dumps(structure, indent=1) + "\n").encode())
+
+
+def _digest(structure: dict[str, Any]) -> str:
+    """Of everything in the structure but the digest itself."""
+    rest = {key: value for key, value in structure.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -> nn.Module:
+    """Read a network that `save` wrote.
+
+    Args:
+        path: as given to `save`.
+        model_factory: builds the dense network; called without arguments.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, foreign, or of another class of network.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as from_bytes
+
+    tensors_path, structure_path = _paths(path)
+    try:
+        blob, structure = tensors_path.read_bytes(), json.loads(structure_path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+    if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
+        raise CheckpointError(f"{structure_path.name!r} is not a structure file of slimstart ({_FORMAT!r})")
+    if structure.get("digest") != _digest(structure):
+        raise CheckpointError(f"{structure_path.name!r} has been changed since it was written")
+    if hashlib.sha256(blob).hexdigest() != structure.get("sha256"):
+        raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
+    network = model_factory()
+    try:
+        _rebuild(network, from_bytes(blob), structure)
+    except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"{os.fspath(path)!r} does not fit what `model_factory` builds: {error}") from error
+    return network
+
+
+@torch.no_grad()
+def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str, Any]) -> None:
+    dense = tensor_names(network)
+    shapes = {name: list(tensor.shape) for name, tensor in dense.items()}
+    if odd := sorted(shapes.keys() ^ structure["dense"].keys()) or sorted(
+        name for name, shape in shapes.items() if shape != structure["dense"][name]
+    ):
+        raise ValueError(f"the dense networks differ in {odd[:5]}")
+    places = tensor_places(network)
+    for name, old in dense.items():
+        value = tensors[name].to(old.device)
+        fresh = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        for path, key in places[name]:
+            setattr(network.get_submodule(path), key, fresh)
+    for module_name, attribute, value in structure["attributes"]:
+        setattr(network.get_submodule(module_name), attribute, int(value))
+    for name, port in structure["ports"].items():
+        layer = network.get_submodule(name)
+        open_port(layer)
+        sides = [None if i is None else Side(torch.tensor(i, dtype=torch.int64)) for i in (port["read"], port["write"])]
+        set_port(layer, sides[0], sides[1], int(port["width"]), (int(port["dims"][0]), int(port["dims"][1])))
+    counted = tuple((module, attribute) for module, attribute, _ in structure["attributes"])
+    vars(network)[RECORD] = Record(counted, {name: tuple(shape) for name, shape in shapes.items()})

@@ -1,0 +1,184 @@
+"""What `slimstart bench` lets compete: a network under every engine that could be its fastest, and steps in parts."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from slimstart.lab.run.evaluation import logits_of
+from slimstart.lab.run.make_method import Batch
+from slimstart.lab.run.timed_steps import plain_step, search_step
+from slimstart.lab.run.timing import Step, Stopwatch
+from slimstart.steps import PlainTraining
+from slimstart.training import SparseTraining
+
+logger = logging.getLogger(__name__)
+WARM_UP = 4  # steps: enough for what an engine does once
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a plain network is trained: "eager", by "graphs", by graphs that are "fused", or by graphs of "compile"."""
+
+    kind: str
+    channels_last: bool
+
+    @property
+    def name(self) -> str:
+        return self.kind + ", channels-last" * self.channels_last
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every contender computes: one batch, cross-entropy in a precision, SGD."""
+
+    images: Tensor
+    labels: Tensor
+    precision: str
+    channels_last: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
+
+    @property
+    def eager(self) -> Way:
+        """The way of steps that are divided into parts."""
+        return Way("eager", self.channels_last)
+
+    def batch(self, channels_last: bool) -> Batch:
+        return self.images.contiguous(memory_format=_format(channels_last)), self.labels
+
+    def loss(self, net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits_of(net, images, self.precision), labels)
+
+    def optimizer(self, network: nn.Module) -> Optimizer:
+        fused = self.device.type == "cuda"
+        # A small rate: labels are random, and a loss that is not finite would end the benchmark.
+        return SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=fused)
+
+    def copy_of(self, network: nn.Module, channels_last: bool) -> nn.Module:
+        moved: nn.Module = copy.deepcopy(network).to(memory_format=_format(channels_last))  # type: ignore[call-overload]
+        return moved.train()
+
+
+def _format(channels_last: bool) -> torch.memory_format:
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def ways(device: torch.device, channels_last: bool, compiled: bool) -> list[Way]:
+    """All that could be the fastest here. On a GPU the other memory format never is; on a CPU it may be.
+
+    Graphs have our kernels for depthwise convolutions, which for some layers are a little slower than cuDNN's.
+    """
+    kinds = ("eager", "graphs", "fused") if device.type == "cuda" else ("eager",)
+    formats = (channels_last,) if device.type == "cuda" else (False, True)[: 1 + channels_last]
+    return [Way(kind, last) for kind in kinds for last in formats] + [Way("compile", channels_last)] * compiled
+
+
+class Plain:
+    """Training of a copy of a plain network in one way, warm.
+
+    Attributes:
+        step_ms: about what a step takes.
+        peak_memory: in bytes, weights and optimizer included; None on a CPU.
+    """
+
+    def __init__(self, network: nn.Module, work: Work, way: Way) -> None:
+        memory = Memory(work.device)
+        self.network = work.copy_of(network, way.channels_last)
+        self.optimizer, self._loss = work.optimizer(self.network), work.loss
+        self._batch = work.batch(way.channels_last)
+        if way.kind == "compile":
+            self.network.compile(dynamic=False)  # widths are constants: code for any width would be slower
+        self._engine = "eager" if way.kind == "eager" or work.device.type == "cpu" else "graphs"
+        self.training = PlainTraining(self.network, self.optimizer, engine=self._engine, fuse=way.kind == "fused")
+        self.step_ms = warm_up(self.step, work.device, WARM_UP)
+        self.peak_memory = memory.peak(self.step)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it does not run in this way after all."""
+        return self.training.reason if self._engine == "graphs" else None
+
+    def step(self) -> None:
+        self.training.step(self._loss, *self._batch)
+
+    def step_in_parts(self, watch: Stopwatch) -> None:
+        plain_step(self.network, self.optimizer, self._loss, self._batch, watch)
+
+
+def every_way(network: nn.Module, work: Work, compiled: bool) -> dict[str, Plain]:
+    """The network's contenders by the names of their engines; a way that does not work here is left out, and said."""
+    found: dict[str, Plain] = {}
+    for way in ways(work.device, work.channels_last, compiled):
+        try:
+            plain = Plain(network, work, way)
+        except Exception as error:
+            if way.kind != "compile":
+                raise
+            logger.warning("torch.compile does not work here, and is left out: %s", str(error).partition("\n")[0])
+            continue
+        if plain.problem is not None:
+            logger.warning("%s is left out: %s", way.name, plain.problem)
+        else:
+            found[way.name] = plain
+    return found
+
+
+def search_in_parts(sparse: SparseTraining, work: Work) -> dict[str, Step]:
+    """Steps of Algorithm 1 by its verbs: the "first" after a draw, the draw with it, and a "held" one.
+
+    Args:
+        sparse: it never draws by itself.
+    """
+    batch = work.batch(work.channels_last)
+
+    def held(watch: Stopwatch) -> None:
+        search_step(sparse, work.loss, batch, watch)
+
+    def first(watch: Stopwatch) -> None:
+        sparse.resample()
+        watch.lap("other")
+        held(watch)
+
+    return {"first": first, "held": held}
+
+
+def warm_up(step: Callable[[], object], device: torch.device, num_steps: int) -> float:
+    """Take so many steps; returns the milliseconds of one more."""
+    for _ in range(num_steps):
+        step()
+    watch = Stopwatch(device, in_parts=False)
+    step()
+    return watch.stop()
+
+
+class Memory:
+    """What is needed on a GPU from here on, for tensors and by captured graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            gc.collect()  # what went before may hold itself in cycles
+            torch.cuda.empty_cache()
+            self._allocated, self._reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+
+    def peak(self, step: Callable[[], object]) -> int | None:
+        """Bytes while `step` runs; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats(self._device)
+        step()
+        allocated = torch.cuda.max_memory_allocated(self._device) - self._allocated
+        # What a graph computes in is reserved for it, but counts as allocated only while it is captured.
+        torch.cuda.empty_cache()
+        return max(allocated, torch.cuda.memory_reserved(self._device) - self._reserved)

@@ -1,0 +1,77 @@
+"""The program `slimstart`: its commands, and how it fails: one readable line with the way out.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+from rich.logging import RichHandler
+
+from slimstart import __version__
+from slimstart.errors import BudgetError, ConfigError, SlimstartError
+from slimstart.lab.cli import bench_command as bench
+from slimstart.lab.cli import compare_command as compare
+from slimstart.lab.cli import network_commands as networks
+from slimstart.lab.cli import train_commands as train
+from slimstart.lab.cli.display import errors
+
+app = typer.Typer(
+    name="slimstart",
+    help="Train neural networks narrow from step one.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+train.add_to(app)
+compare.add_to(app)
+networks.add_to(app)
+bench.add_to(app)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"slimstart {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; also behind a command.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command, and turn errors into one line and an exit status."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    logging.basicConfig(
+        format="%(message)s", handlers=[RichHandler(console=errors, show_time=False, show_path=False)], level="WARNING"
+    )
+    try:
+        app(arguments, prog_name="slimstart")
+    except Exception as error:
+        if debug:
+            raise
+        errors.print(f"error: {_one_line(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError | BudgetError) else 1)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, SlimstartError | OSError | MemoryError):
+        return text
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory; try a smaller --batch-size ({text})"
+    return f"{type(error).__name__}: {text} (--debug shows where)"

@@ -1,0 +1,154 @@
+"""`slimstart evaluate`, `slimstart export` and `slimstart inspect`: commands about one network."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slimstart.errors import ConfigError
+from slimstart.lab.cli.display import console, show_table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from slimstart.lab.recipes.recipe import Recipe
+
+OwnModel = Annotated[
+    str | None,
+    typer.Option("--model", help="Your module:factory, if the run was made with one: files never name code."),
+]
+
+
+class Format(StrEnum):
+    onnx = "onnx"
+    torch = "torch"
+    safetensors = "safetensors"
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("evaluate", epilog="Example: slimstart evaluate runs/fashion")(evaluate)
+    app.command("export", epilog="Example: slimstart export runs/fashion --format onnx --out fashion.onnx")(export)
+    app.command("inspect", epilog="Example: slimstart inspect resnet20 --budget flops=0.25")(inspect)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set is.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes a GPU where there is one.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
+    model: OwnModel = None,
+) -> None:
+    """Accuracy of a finished network on the test images."""
+    import torch
+
+    from slimstart.flop_counter import flops
+    from slimstart.lab.run.environment import Place, find_device, load_data, set_precision
+    from slimstart.lab.run.evaluation import evaluate as accuracy_of
+    from slimstart.lab.run.run_folder import Run
+
+    recipe = Run(run).recipe(model)
+    on = find_device(device)
+    set_precision(recipe.precision)
+    images = load_data(recipe, Place(device, data_dir, workers), on)
+    network = _finished(run, recipe, images.num_classes, images.image_shape[0]).to(on)
+    loss, accuracy = accuracy_of(network, images, recipe.precision)
+    cost = flops(network, torch.zeros(1, *images.image_shape, device=on))
+    rows = [[f"{accuracy:.2f} %", f"{loss:.4f}", f"{cost:,}", str(images.test.num_images)]]
+    show_table(["accuracy", "loss", "FLOPs per image", "images"], rows)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    format: Annotated[Format, typer.Option(help="onnx, torch (torch.export) or safetensors (with its structure).")],
+    model: OwnModel = None,
+) -> None:
+    """Write a finished network for use elsewhere; ONNX and torch.export files are run and compared with it."""
+    import torch
+
+    from slimstart.io import export as exporting
+    from slimstart.io import network_files as files
+    from slimstart.lab import records
+    from slimstart.lab.run.run_folder import Run
+
+    record = records.read(run)
+    example = torch.zeros(1, *record.image_shape)
+    network = _finished(run, Run(run).recipe(model), record.num_classes, record.image_shape[0])
+    if format is Format.safetensors:
+        out = out.with_name(out.name.removesuffix(".safetensors") + ".safetensors")
+        files.save(network, out)
+        console.print(f"{out}, and {out.with_suffix('.json')}, its structure", markup=False)
+        return
+    difference = (exporting.to_onnx if format is Format.onnx else exporting.to_torch)(network, out, example)
+    verdict = (
+        "not checked: onnxruntime is not installed" if difference is None else f"differs by {difference:.1e} at most"
+    )
+    console.print(f"{out}: {verdict}", markup=False)
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A name of ours, timm:NAME, or your own module:factory.")],
+    image: Annotated[str, typer.Option(help="Shape of an input, channels first.")] = "3x32x32",
+    num_classes: Annotated[int, typer.Option(help="Classes.")] = 10,
+    coupling: Annotated[str, typer.Option(help="stream, or filter as in the paper.")] = "stream",
+    budget: Annotated[str | None, typer.Option(help="Also show the uniform network of this budget.")] = None,
+) -> None:
+    """Which channels of a network live and die together, what stays whole and why, and what it all costs."""
+    import torch
+
+    from slimstart.graph import COUPLINGS, trace
+    from slimstart.lab.methods import uniform_mask
+    from slimstart.lab.recipes.recipe import make_model, parse_budget
+    from slimstart.policies import Channels, Flops, Params
+
+    if coupling not in COUPLINGS:
+        raise ConfigError(f"`coupling` is {coupling!r}; it must be one of {', '.join(COUPLINGS)}")
+    shape = _shape(image)
+    network = make_model(model, num_classes=num_classes, in_channels=shape[0])
+    graph = trace(network, torch.zeros(1, *shape), coupling)
+    mask = uniform_mask(graph, parse_budget(budget)) if budget is not None else None
+    columns = ["group", "layers", "units", "filters"] + ([] if mask is None else ["kept"])
+    rows = []
+    for group in graph.groups:
+        row = [group.name, str(len(group.layers)), str(len(group.units)), str(group.num_filters)]
+        rows.append(row if mask is None else [*row, str(int(mask[group.units.start : group.units.stop].sum()))])
+    show_table(columns, rows)
+    if graph.left_whole:
+        console.print()
+        show_table(["left whole", "why"], [[name, reason] for name, reason in graph.left_whole.items()])
+    console.print()
+    costs = []
+    for kind in (Flops, Params, Channels):
+        bound = kind(1.0).bind(graph.costs)
+        row = [kind.__name__.lower(), f"{bound.dense:,}", f"{bound.minimum / bound.dense:.4f}"]
+        costs.append(row if mask is None else [*row, f"{bound.cost(mask) / bound.dense:.4f}"])
+    show_table(["cost", "dense", "least fraction"] + ([] if mask is None else ["uniform at the budget"]), costs)
+    console.print(f"{graph.coverage:.1%} of the FLOPs can shrink", markup=False)
+
+
+def _finished(run: Path, recipe: Recipe, num_classes: int, in_channels: int) -> nn.Module:
+    """The finished network of a run."""
+    from slimstart.io import network_files as files
+    from slimstart.lab.recipes.recipe import make_model
+    from slimstart.lab.run.run_folder import Run
+
+    if not Run(run).finished:
+        raise ConfigError(f"{run} is not finished; go on with: slimstart train --resume --out {run}")
+
+    def factory() -> nn.Module:
+        return make_model(recipe.model, num_classes=num_classes, in_channels=in_channels, width=recipe.width)
+
+    return files.load(Run(run).network, factory)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    try:
+        channels, height, width = (int(part) for part in text.lower().split("x"))
+    except ValueError as error:
+        raise ConfigError(f"`image` is {text!r}; it must be CHANNELSxHEIGHTxWIDTH, such as 3x32x32") from error
+    if min(channels, height, width) < 1:
+        raise ConfigError(f"`image` is {text!r}; every size must be at least 1")
+    return channels, height, width

@@ -1,0 +1,91 @@
+"""Options that `train` and `compare` share: where a run computes, and every setting of a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slimstart.lab.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from slimstart.lab.run.environment import Place
+
+RECIPE_PANEL = "What is trained (each overrides the recipe)"
+RecipeName = Annotated[str | None, typer.Option(help="Name of a preset (see `slimstart recipes`) or a TOML file.")]
+
+
+def where(
+    *,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set is.")] = None,
+    download: Annotated[bool, typer.Option(help="Download CIFAR where it is missing.")] = True,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Least time between two checkpoints.")] = 60.0,
+    timing_rounds: Annotated[int, typer.Option(help="Steps to measure at the end; 0: no step times.")] = 20,
+    engine: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs), or auto: what is best here.")] = "auto",
+    **_: Any,
+) -> Place:
+    """Where a run computes, from all options of a command."""
+    from slimstart.lab.run.environment import Place
+
+    return Place(device, data_dir, workers, download, checkpoint_seconds, timing_rounds, engine)
+
+
+def with_training_options(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
+    """Give a command the options of `where`, and one for every field of `Recipe` that is not its own.
+
+    Names, types and help are written once: there.
+    """
+    own = inspect.signature(command, eval_str=True)
+    parameters = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    # What it returns is not known here: it would load PyTorch.
+    places = inspect.signature(where, eval_str=True, locals={"Place": Any}).parameters.values()
+    names = {parameter.name for parameter in parameters}
+    parameters += [p for p in places if p.kind is not inspect.Parameter.VAR_KEYWORD and p.name not in names]
+    taken = {parameter.name for parameter in parameters} | set(without)
+    parameters += [parameter for parameter in _settings() if parameter.name not in taken]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _settings() -> Iterator[inspect.Parameter]:
+    hints = typing.get_type_hints(Recipe)
+    for field in dataclasses.fields(Recipe):
+        kind = next(
+            one for one in (str, int, float) if one is hints[field.name] or one in typing.get_args(hints[field.name])
+        )
+        flag = "--" + field.name.replace("_", "-")
+        option = typer.Option(flag, help=field.metadata["help"], rich_help_panel=RECIPE_PANEL, show_default=False)
+        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe among the options that somebody has typed."""
+    fields = {field.name for field in dataclasses.fields(Recipe)}
+    return {name: value for name, value in options.items() if name in fields and value is not None}
+
+
+def chosen(name: str | None, changes: dict[str, Any]) -> Recipe:
+    """The recipe that is asked for: a preset, a file, or the defaults, and what was given on top."""
+    from slimstart.lab.recipes.presets import preset
+    from slimstart.lab.recipes.recipe import merged, read
+
+    if name is None:
+        base = Recipe()
+    elif name.endswith(".toml"):
+        base = read(name, changes.get("model"))
+    else:
+        base = preset(name)
+    return merged(base, changes)
+
+
+def split(text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

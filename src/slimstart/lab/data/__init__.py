@@ -1,0 +1,11 @@
+"""Image data sets: one `load` by name, batches that are a pure function of (seed, epoch, index).
+
+Here live the embedded set (`fashion`), CIFAR, Tiny ImageNet and folders of images, and what reads them: archives
+without extraction, pickles without execution, downloads that go on where they broke off. What a network does with the
+batches lives elsewhere. Open `batches.py` first; `arrays.py` is the loader for everything that fits in memory.
+"""
+
+from slimstart.lab.data.batches import WHOLE, Batches, ImageData, Share
+from slimstart.lab.data.catalogue import NAMES, load
+
+__all__ = ["NAMES", "WHOLE", "Batches", "ImageData", "Share", "load"]

@@ -1,0 +1,80 @@
+"""The data sets by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from slimstart.errors import ConfigError
+from slimstart.lab.data import cifar, fashion, image_folder, tiny_imagenet
+from slimstart.lab.data.batches import WHOLE, ImageData, Share
+
+NAMES = ("fashion", "cifar10", "cifar100", "tiny_imagenet16", "image_folder")
+
+
+def load(
+    name: str,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    batch_size: int,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    validation: int = 0,
+    image_size: int | None = None,
+    num_workers: int = 0,
+    download: bool = True,
+    progress: Callable[[int, int | None], None] | None = None,
+    share: Share = WHOLE,
+) -> ImageData:
+    """Load a data set; its batches come on `device`.
+
+    Args:
+        name: one of `NAMES`. `fashion` is part of the package; the others are read from `data_dir`.
+        data_dir: the folder that holds the files, or the file itself; `data` if not given. Each data set's module says
+            which files it accepts.
+        batch_size: of the training. Test batches may be larger.
+        seed: of the order and of the augmentation.
+        device: where batches come out. Sets that fit in memory live there as a whole.
+        validation: with N > 0, `test` is N of the training images, always the same ones, and `train` the others: for
+            choosing hyper-parameters, which must never see the test images.
+        image_size: side of the images of an `image_folder`, 224 if not given. The other sets have their own.
+        num_workers: processes that decode an `image_folder`; 0 decodes in this one. The others need none.
+        download: fetch CIFAR into `data_dir` if it is not there.
+        share: of every batch that this process takes, of several that train together; `batch_size` is that of the
+            whole.
+        progress: called with the bytes that are there and those there will be (None if the server does not say).
+
+    Raises:
+        ConfigError: an argument cannot be meant.
+        DataError: the data is missing, truncated or corrupt; the message says what to do.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"`name` is {name!r}; the data sets are {', '.join(NAMES)}")
+    for argument, value in (("seed", seed), ("num_workers", num_workers)):
+        if value < 0:
+            raise ConfigError(f"`{argument}` is {value}; it must be 0 or more")
+    folder, device = Path("data" if data_dir is None else data_dir), torch.device(device)
+    if name == "image_folder":
+        return image_folder.load(
+            folder,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            validation=validation,
+            image_size=image_folder.IMAGE_SIZE if image_size is None else image_size,
+            num_workers=num_workers,
+            share=share,
+        )
+    if name == "fashion":
+        arrays = fashion.read()
+    elif name == "tiny_imagenet16":
+        arrays = tiny_imagenet.read(folder)
+    else:
+        arrays = cifar.read(cifar.FORMATS[name], folder, download=download, progress=progress)
+    side = arrays.train[0].shape[-1]
+    if image_size not in (None, side):
+        raise ConfigError(f"`image_size` is {image_size}; {name} has images of {side} x {side}, and only those")
+    return arrays.batches(batch_size=batch_size, seed=seed, device=device, validation=validation, share=share)

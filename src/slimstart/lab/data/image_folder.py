@@ -1,0 +1,215 @@
+"""A folder of images by class, as ImageNet is kept: `train/CLASS/*` and `val/CLASS/*`, in any format Pillow reads.
+
+Training: a random part of the image (8 to 100 % of its area, ratio 3/4 to 4/3), resized and flipped or not. Testing:
+the centre of the image. Both are one box of the image resized to `image_size`, so a JPEG is decoded only as finely as
+its box needs. Worker processes decode to uint8; the device normalises.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from slimstart.errors import ConfigError, DataError
+from slimstart.lab.data.batches import (
+    WHOLE,
+    ImageData,
+    Normalise,
+    Share,
+    digest_of,
+    generator,
+    hold_out,
+    indices_from,
+    num_full_batches,
+)
+
+IMAGE_SIZE = 224
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+
+_SHORT_SIDE = 256 / 224  # of a test image, in units of `image_size`, before its centre is cut out
+_MIN_AREA, _MAX_RATIO, _TRIES = 0.08, 4 / 3, 10
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def load(
+    folder: Path,
+    *,
+    batch_size: int,
+    seed: int,
+    device: torch.device,
+    validation: int,
+    image_size: int,
+    num_workers: int,
+    share: Share = WHOLE,
+) -> ImageData:
+    """Find the images in `folder`; none is opened yet.
+
+    Raises:
+        DataError: a folder is missing or has no images, or the classes of `train` and `val` differ.
+    """
+    if image_size < 1:
+        raise ConfigError(f"`image_size` is {image_size}; it must be 1 or more")
+    classes, train = _scan(folder / "train")
+    if len(classes) < 2:
+        raise DataError(f"{folder / 'train'} has the class {classes[0]} only; there is nothing to learn from one class")
+    if validation:
+        kept, held = (indices.numpy() for indices in hold_out(len(train.labels), validation))
+        train, test = train.select(kept), train.select(held)
+    else:
+        test_classes, test = _scan(folder / "val")
+        if odd := sorted(set(classes) ^ set(test_classes)):
+            raise DataError(f"`train` and `val` in {folder} must have the same classes; only one has {_few(odd)}")
+    return ImageData(
+        name="image_folder",
+        num_classes=len(classes),
+        image_shape=(3, image_size, image_size),
+        train=FolderBatches(train, batch_size, image_size, device, num_workers, seed, share),
+        test=FolderBatches(test, batch_size, image_size, device, num_workers, None, share),
+        digest=digest_of(train.names, test.names),  # which begin with those of the classes
+    )
+
+
+@dataclass(frozen=True)
+class Files:
+    """Paths below `root` and labels. Arrays, because the pages of a list are copied into every worker it is read in."""
+
+    root: Path
+    names: np.ndarray
+    labels: np.ndarray
+
+    def select(self, indices: np.ndarray) -> Files:
+        return Files(self.root, self.names[indices], self.labels[indices])
+
+
+def _scan(root: Path) -> tuple[list[str], Files]:
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder; images are read from train/CLASS/* and val/CLASS/* in --data-dir")
+    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    found = {name: sorted(n for n in os.listdir(root / name) if n.lower().endswith(EXTENSIONS)) for name in classes}
+    if not classes:
+        raise DataError(f"{root} has no folders; there must be one for each class, with its images")
+    if empty := [name for name, files in found.items() if not files]:
+        raise DataError(f"{root} has no images ({', '.join(EXTENSIONS)}) in {_few(empty)}")
+    names = [os.fsencode(f"{name}/{file}") for name, files in found.items() for file in files]
+    labels = np.repeat(np.arange(len(classes)), [len(files) for files in found.values()])
+    return classes, Files(root, np.array(names), labels)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+class FolderBatches:
+    """Batches of decoded files: shuffled and augmented with a seed, in order and centred without one."""
+
+    def __init__(
+        self,
+        files: Files,
+        batch_size: int,
+        image_size: int,
+        device: torch.device,
+        num_workers: int,
+        seed: int | None,
+        share: Share = WHOLE,
+    ) -> None:
+        self.num_images, self._share = len(files.labels), share
+        self.batch_size = batch_size
+        if seed is None:
+            self._num_batches = math.ceil(self.num_images / batch_size)
+        else:
+            self._num_batches = num_full_batches(self.num_images, batch_size, share)
+        self._files, self._image_size, self._seed = files, image_size, seed
+        self._device, self._num_workers = device, num_workers
+        self._normalise = Normalise(MEAN, STD, device)
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        left = indices_from(start, len(self))
+        starts, order = (i * self.batch_size for i in left), np.arange(self.num_images)
+        if self._seed is not None:
+            order = generator(self._seed, number).permutation(order)
+        loader = DataLoader(
+            _Decoded(self._files, self._image_size, None if self._seed is None else (self._seed, number)),
+            batch_size=None,  # an item is a whole batch
+            sampler=[order[self._share.of(i, min(i + self.batch_size, self.num_images))] for i in starts],
+            num_workers=self._num_workers,
+            pin_memory=self._device.type == "cuda",
+            generator=torch.Generator(),  # without one of its own it would draw from the global one
+        )
+        return map(self._finish, loader)
+
+    def _finish(self, decoded: tuple[Tensor, Tensor] | DataError) -> tuple[Tensor, Tensor]:
+        if isinstance(decoded, DataError):
+            raise decoded
+        images, labels = (tensor.to(self._device, non_blocking=True) for tensor in decoded)
+        return self._normalise(images.permute(0, 3, 1, 2).contiguous()), labels
+
+
+class _Decoded(Dataset[tuple[Tensor, Tensor] | DataError]):
+    """Batches of uint8 images (B, H, W, C) and labels, by the indices of their files; runs in the workers."""
+
+    def __init__(self, files: Files, image_size: int, seed: tuple[int, int] | None) -> None:
+        self._files, self._image_size, self._seed = files, image_size, seed
+
+    def __getitem__(self, indices: np.ndarray) -> tuple[Tensor, Tensor] | DataError:
+        images = np.empty((len(indices), self._image_size, self._image_size, 3), np.uint8)
+        for image, index in zip(images, indices, strict=True):
+            path = self._files.root / os.fsdecode(self._files.names[index])
+            try:
+                image[:] = self._decode(path, int(index))
+            except Exception as error:  # Pillow has no one error for damaged files
+                # Returned, for an exception would arrive as the worker's whole traceback.
+                return DataError(f"{path} cannot be decoded: {error}; remove the file or get it anew")
+        return torch.from_numpy(images), torch.from_numpy(self._files.labels[indices])
+
+    def _decode(self, path: Path, index: int) -> np.ndarray:
+        size = self._image_size
+        with Image.open(path) as image:
+            width, height = image.size
+            if self._seed is None:
+                box, flip = centre_box(width, height), False
+            else:
+                box, flip = random_box(width, height, generator(*self._seed, index))
+            left, top, right, bottom = box
+            # A JPEG can be decoded at 1/2, 1/4 or 1/8; the box must still have all pixels that are asked for.
+            wanted = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
+            draft = image.draft("RGB", wanted)
+            scale = draft[1][2] / width if draft else 1.0  # exact; the reduced size is rounded up
+            area = (left * scale, top * scale, right * scale, bottom * scale)
+            part = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, area)
+        return np.asarray(part)[:, ::-1] if flip else np.asarray(part)
+
+
+def random_box(width: int, height: int, random: np.random.Generator) -> tuple[Box, bool]:
+    """A box of random area, ratio and place, and whether to flip it.
+
+    Of ten draws the first that fits is taken; if none does, the largest centred box of an allowed ratio.
+    """
+    areas = width * height * random.uniform(_MIN_AREA, 1, _TRIES)
+    ratios = np.exp(random.uniform(-math.log(_MAX_RATIO), math.log(_MAX_RATIO), _TRIES))
+    u, v, flip = random.random(3)
+    for w, h in zip(np.sqrt(areas * ratios).round(), np.sqrt(areas / ratios).round(), strict=True):
+        if 1 <= w <= width and 1 <= h <= height:
+            left, top = math.floor(u * (width - w + 1)), math.floor(v * (height - h + 1))
+            return (left, top, left + float(w), top + float(h)), bool(flip < 0.5)
+    w, h = min(width, height * _MAX_RATIO), min(height, width * _MAX_RATIO)
+    return ((width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2), bool(flip < 0.5)
+
+
+def centre_box(width: int, height: int) -> Box:
+    """What is left if the short side is resized to `image_size` * 256 / 224 and the centre is cut out."""
+    side = min(width, height) / _SHORT_SIDE
+    return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2

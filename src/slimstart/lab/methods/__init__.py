@@ -1,0 +1,48 @@
+"""Methods to compare with, one file each. `uniform` is the one that a sceptic asks for first.
+
+- Built narrow before training: `uniform_widths.py`, `random_structure.py`.
+- Cut after training, by a function `choose(trained) -> mask`: `l1_filter.py`, `soft_filter.py`, `thinet.py`,
+  `provable.py`, `slimming.py`. `pruning.py` says what such a function is given, `shares.py` distributes widths,
+  `activations.py` observes the inputs of layers, `masked_network.py` evaluates many masks in a row.
+- Learned as gates by the chain rule, on the dense network (`gated_network.py`): `gates.py` has what they share,
+  `sampled_gates.py`, `thresholded_gates.py` and `grow_efficient.py` the kinds, `relaxations.py` their names.
+
+How a run trains with them is in `slimstart.lab.run`. docs/baselines.md says where they follow their authors.
+"""
+
+from slimstart.lab.methods import l1_filter, provable, slimming, soft_filter, thinet
+from slimstart.lab.methods.pruning import PROTOCOLS as PRUNING_PROTOCOLS
+from slimstart.lab.methods.pruning import Choose, Rounds, Trained
+from slimstart.lab.methods.random_structure import random_mask, random_structure
+from slimstart.lab.methods.relaxations import RELAXATIONS
+from slimstart.lab.methods.uniform_widths import front_heavy, uniform, uniform_mask, uniform_of_flops
+
+PRUNERS: dict[str, Choose] = {
+    "l1": l1_filter.choose,
+    "soft": soft_filter.choose,
+    "thinet": thinet.choose,
+    "provable": provable.choose,
+    "slimming": slimming.choose,
+}
+
+# Ways to use a method, and of those that one method alone has, which one.
+OWN_PROTOCOLS: dict[str, str] = {"folded": "soft", "front_heavy": "narrow"}
+PROTOCOLS = (*PRUNING_PROTOCOLS, *OWN_PROTOCOLS)
+
+# What is left of the network after each of several rounds, where it is not `pruning.even_rounds`.
+ROUNDS: dict[str, Rounds] = {"thinet": thinet.round_fractions}
+
+__all__ = [
+    "OWN_PROTOCOLS",
+    "PROTOCOLS",
+    "PRUNERS",
+    "RELAXATIONS",
+    "ROUNDS",
+    "Trained",
+    "front_heavy",
+    "random_mask",
+    "random_structure",
+    "uniform",
+    "uniform_mask",
+    "uniform_of_flops",
+]

@@ -1,0 +1,81 @@
+"""L1-Pruning (Li et al. 2017): drop the filters whose weights have the smallest sum of magnitudes.
+
+The authors set the widths by hand, from how much the loss of the trained network suffers when one layer alone is
+pruned. Here the same curves set them: one tolerance for all layers, each keeps as few filters as raise the loss by no
+more than that, and the tolerance is as small as the budget allows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slimstart.lab.methods.masked_network import MaskedNetwork
+from slimstart.lab.methods.pruning import Trained, filter_norms
+from slimstart.lab.methods.shares import group_sizes, keep_best, keep_share, largest_within
+
+FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1, 0.0)
+"""Of a group, at which its curve is measured; in between it is taken as straight. 0: one unit is left."""
+
+NUM_BATCHES = 4
+HOPELESS = 1e6  # a rise of the loss that is not finite
+SLOPE = 1e-6  # of every curve, at least: layers whose loss does not rise shrink alike, and no further than they must
+
+
+def choose(trained: Trained) -> Tensor:
+    """The mask of the filters that stay."""
+    scores = filter_norms(trained.model, trained.graph, p=1)
+    if trained.protocol == "uniform":
+        return keep_share(scores, trained.graph, trained.budget)
+    curves = sensitivity(trained, scores)
+    most, sizes = float(curves.max()), group_sizes(trained.graph)
+
+    def with_share(share: float) -> Tensor:
+        # The third power: most of the numbers from 0 to 1 are for small tolerances.
+        return keep_best(scores, widths_within(curves, (1 - share) ** 3 * most, sizes), trained.graph)
+
+    return largest_within(trained.budget, with_share)
+
+
+def sensitivity(trained: Trained, scores: Tensor) -> Tensor:
+    """(groups, fractions): by how much the loss rises if this group alone keeps this fraction; ever higher."""
+    graph = trained.graph
+    network = MaskedNetwork(trained.model, graph)
+
+    def loss(mask: Tensor) -> Tensor:
+        network.set_(mask)
+        losses = [trained.loss_fn(network.module, *batch) for batch in trained.batches[:NUM_BATCHES]]
+        return torch.stack(losses).mean().double()
+
+    whole = loss(torch.ones(graph.num_units, dtype=torch.bool))
+    sizes, curves = group_sizes(graph), []
+    measured = measured_widths(sizes)
+    for number, points in enumerate(measured):
+        for width in points:
+            widths = sizes.clone()
+            widths[number] = width
+            curves.append(whole if width == sizes[number] else loss(keep_best(scores, widths, graph)))
+    rise = torch.stack(curves).cpu().view(len(graph.groups), len(FRACTIONS)) - whole.cpu()
+    rise = torch.nan_to_num(rise, nan=HOPELESS).clamp(0, HOPELESS).cummax(dim=1).values
+    return rise + SLOPE * (1 - measured / sizes[:, None])
+
+
+def measured_widths(sizes: Tensor) -> Tensor:
+    """(groups, fractions): how many units a group has where its curve is measured."""
+    return (sizes[:, None] * torch.tensor(FRACTIONS, dtype=torch.float64)).round().clamp(min=1)
+
+
+def widths_within(curves: Tensor, tolerance: float, sizes: Tensor) -> Tensor:
+    """How many units each group needs, so that its own rise of the loss is at most the tolerance.
+
+    Args:
+        curves: as `sensitivity` gives them.
+        sizes: units of every group.
+    """
+    last = (curves <= tolerance).sum(1) - 1  # the curves begin at zero
+    row, widths = torch.arange(len(curves)), measured_widths(sizes)
+    # Behind the last point nothing is to be had.
+    low, high = curves[row, last], F.pad(curves, (0, 1), value=torch.inf)[row, last + 1]
+    start, end = widths[row, last], F.pad(widths, (0, 1), value=1.0)[row, last + 1]
+    return (start + (tolerance - low) / (high - low) * (end - start)).ceil()

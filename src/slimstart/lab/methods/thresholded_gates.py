@@ -1,0 +1,178 @@
+r"""Gates that are decided: a unit is kept where its score is above a threshold t that the budget sets.
+
+t is the score of the best unit for which there is no room, so it moves by itself as scores do. In a group of which no
+unit would be left, it is lowered to the second best: the best one stays.
+
+- `SigmoidGates` (AutoPrune, Xiao 2019): the scores are s; :math:`g = 1[s > t]`, and its gradient is that of
+  :math:`\sigma(s - t)`.
+- `SoftThresholdGates` (STR, Kusupati 2020, for whole filters): each group learns how large its filters must be. With
+  :math:`a_c = \ln \|w_c\| - s_{k(c)}`, the norm of the filter against the threshold :math:`e^{s_k}` of its group,
+  :math:`g_c = \max(0, 1 - e^{t - a_c})`. That is the soft threshold :math:`w_c \max(0, 1 - \theta_k / \|w_c\|)` with
+  :math:`\theta_k = e^{s_k + t}`, but behind the normalisation. Weights get its gradient, too. In STR it is the decay of
+  thresholds that sets how sparse the network becomes; here t does, by a common factor on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.costs import CostTable
+from slimstart.devices import device_of
+from slimstart.graph import ChannelGraph
+from slimstart.lab.methods.gates import AdamGates, straight_through
+from slimstart.lab.methods.pruning import filter_weights
+from slimstart.policies import BoundBudget, Budget
+from slimstart.policies.tables import Tables
+
+# Ours: how far the first scores of `SigmoidGates` are apart within a group. Small against what they learn: a few steps.
+SPREAD = 0.05
+# Ours: the square of the norm below which a filter counts as zero.
+LEAST_SQUARE = 1e-24
+
+
+class Cutoff(Tables):
+    """Which units stay, by their scores, within a budget: in fixed work, and without asking for a value.
+
+    The units by falling score, the best of every group before all others: of this list the longest beginning that
+    three rounds of trying equally many lengths find within the budget (the longest of all where the cost only rises).
+
+    Args:
+        budget: bound to the table; both on the CPU.
+    """
+
+    def __init__(self, budget: BoundBudget, table: CostTable) -> None:
+        self._budget, self._limit, self._table = budget, budget.limit, table
+        self._group = torch.unique(table.unit_group.cpu(), return_inverse=True)[1]
+        sizes = torch.bincount(self._group)
+        self._first = torch.cumsum(sizes, 0) - sizes  # of every group, where units are sorted by groups
+        self._second = torch.where(sizes > 1, self._first + 1, budget.num_units)
+        self._num_lengths = math.ceil((budget.num_units + 1) ** (1 / 3))
+        self._lengths = torch.arange(self._num_lengths)
+
+    def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask (U,) of what stays, and the threshold (U,) of every unit, by its group."""
+        falling = torch.argsort(scores, descending=True, stable=True)
+        by_group = falling[torch.argsort(self._group[falling], stable=True)]
+        leaders = scores.index_fill(0, by_group[self._first], math.inf)
+        order = torch.argsort(leaders, descending=True, stable=True)
+        rank = torch.argsort(order)
+        length = self._lengths[:1]
+        for power in (2, 1, 0):
+            tried = length + self._lengths * self._num_lengths**power
+            masks = self._table.at_least_one(rank < tried[:, None])
+            fits = self._budget.expected(masks) <= self._limit
+            length = tried[fits[1:].long().cumprod(0).sum(0, keepdim=True)]  # the first fits, as it did before
+        nothing = scores.new_full((1,), torch.finfo(scores.dtype).min)  # finite: a checkpoint holds it
+        common = torch.cat([leaders[order], nothing])[length.clamp(max=rank.numel())]
+        second = torch.cat([scores[by_group], nothing])[self._second]
+        return self._table.at_least_one(rank < length), torch.minimum(common, second)[self._group]
+
+
+class ThresholdedGates(AdamGates):
+    """Scores, and the threshold that the budget sets after every step.
+
+    Args:
+        scores: those of s.
+    """
+
+    default_lr = 12e-3  # as for keep-probabilities; neither paper has a budget that would tell
+
+    mask: Tensor
+    threshold: Tensor
+
+    def __init__(
+        self, s: Tensor, scores: Tensor, table: CostTable, budget: Budget, lr: float, total_steps: int, seed: int
+    ) -> None:
+        super().__init__(s, table, budget, lr, total_steps, seed)
+        self._cutoff = Cutoff(self.budget, table).to(s.device)
+        mask, threshold = self._cutoff(scores)
+        self.register_buffer("mask", mask)
+        self.register_buffer("threshold", threshold)
+
+    @abstractmethod
+    def scores(self, s: Tensor) -> Tensor:
+        """(U,) float64, with a gradient for s."""
+
+    @property
+    def keep_probs(self) -> Tensor:
+        """0 or 1."""
+        return self.mask.to("cpu", torch.float64)
+
+    def follow(self, z: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        return [(self.s, z), *zip((self.mask, self.threshold), self._cutoff(self.scores(z)), strict=True)]
+
+
+class SigmoidGates(ThresholdedGates):
+    """0 or 1, with the gradient of a sigmoid. It starts as the narrow network: the first units of every group."""
+
+    def __init__(
+        self, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float, total_steps: int, seed: int
+    ) -> None:
+        falling = [torch.linspace(SPREAD, 0, len(group.units), dtype=torch.float64) for group in graph.groups]
+        s = torch.cat(falling).to(device_of(model))
+        super().__init__(s, s, graph.costs, budget, lr, total_steps, seed)
+
+    def scores(self, s: Tensor) -> Tensor:
+        return s
+
+    def gates(self, s: Tensor) -> Tensor:
+        return straight_through(self.mask.to(s.dtype), torch.sigmoid(s - self.threshold))
+
+
+class SoftThresholdGates(ThresholdedGates):
+    """Filters' norms against thresholds; every group starts with the geometric mean of its norms for a threshold.
+
+    The gates go on looking at the model's weights.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float, total_steps: int, seed: int
+    ) -> None:
+        log_norms = LogNorms(model, graph)
+        with torch.no_grad():
+            norms = log_norms()
+        s = torch.stack([norms[group.units.start : group.units.stop].mean() for group in graph.groups])
+        group = graph.costs.unit_group.to(s.device)
+        super().__init__(s, norms - s[group], graph.costs, budget, lr, total_steps, seed)
+        self._log_norms, self._group = log_norms, group
+
+    def scores(self, s: Tensor) -> Tensor:
+        return self._log_norms() - s[self._group]
+
+    def gates(self, s: Tensor) -> Tensor:
+        return (1 - torch.exp(self.threshold - self.scores(s))).relu()
+
+    @torch.no_grad()
+    def values(self) -> Tensor:
+        return self.gates(self.s).float()
+
+
+class LogNorms:
+    """The logarithm of the norm of all filters that go with a unit, (U,) float64, with a gradient for the weights."""
+
+    def __init__(self, model: nn.Module, graph: ChannelGraph) -> None:
+        found = filter_weights(model, graph)
+        self._weights = list(found.values())
+        self._members = _members(torch.cat([graph.filters[layer] for layer in found]), graph.num_units)
+        self._members = self._members.to(device_of(model))
+
+    def __call__(self) -> Tensor:
+        rows = [weight.movedim(dim, 0).flatten(1) for weight, dim in self._weights]
+        norms = [torch.linalg.vector_norm(row, dim=1, dtype=torch.float64) for row in rows]
+        squares = torch.cat(norms).square()
+        # A table in place of adding up by index: a GPU does that in another order every time.
+        return (torch.cat([squares, squares.new_zeros(1)])[self._members].sum(1) + LEAST_SQUARE).log() / 2
+
+
+def _members(units: Tensor, num_units: int) -> Tensor:
+    """(num_units, n): where each unit is found in a list, padded with -1."""
+    place = torch.argsort(units, stable=True)[int((units < 0).sum()) :]
+    sizes = torch.bincount(units[place], minlength=num_units)
+    members = torch.full((num_units, int(sizes.max())), -1)
+    members[units[place], torch.arange(place.numel()) - (torch.cumsum(sizes, 0) - sizes)[units[place]]] = place
+    return members

@@ -1,0 +1,34 @@
+"""The networks of the paper's experiments, dense, and how a network is found by its name.
+
+Plain modules that know nothing of slimming; tracing finds out what of them can shrink. Every factory takes
+`num_classes`, `in_channels` and `width`, which multiplies the channels of every layer. For images of 28 x 28: `small`;
+of 32 x 32: `vgg16`, `vgg19`, `resnet20`, `resnet32`, `wrn28_10`; of 224 x 224: `resnet50`, `mobilenet_v1`. All pool at
+the end and take other sizes, too.
+
+Open `vgg.py` first (a network in thirty lines), then `layers.py` (what they share, and how they start). `registry.py`
+has `build`, a network by name; `factories.py` has `from_factory`, a network of the user's own.
+"""
+
+from slimstart.lab.models.factories import from_factory, is_factory
+from slimstart.lab.models.mobilenet_v1 import mobilenet_v1
+from slimstart.lab.models.registry import MODELS, build
+from slimstart.lab.models.resnet_cifar import resnet20, resnet32
+from slimstart.lab.models.resnet_imagenet import resnet50
+from slimstart.lab.models.small import small
+from slimstart.lab.models.vgg import vgg16, vgg19
+from slimstart.lab.models.wide_resnet import wrn28_10
+
+__all__ = [
+    "MODELS",
+    "build",
+    "from_factory",
+    "is_factory",
+    "mobilenet_v1",
+    "resnet20",
+    "resnet32",
+    "resnet50",
+    "small",
+    "vgg16",
+    "vgg19",
+    "wrn28_10",
+]

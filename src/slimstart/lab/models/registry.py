@@ -1,0 +1,88 @@
+"""build: a network by its name, from here or from timm. Names may come from files, so no name runs a user's code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from slimstart.errors import ConfigError
+from slimstart.lab.models.factories import brief, is_factory
+from slimstart.lab.models.mobilenet_v1 import mobilenet_v1
+from slimstart.lab.models.resnet_cifar import resnet20, resnet32
+from slimstart.lab.models.resnet_imagenet import resnet50
+from slimstart.lab.models.small import small
+from slimstart.lab.models.vgg import vgg16, vgg19
+from slimstart.lab.models.wide_resnet import wrn28_10
+
+# Each takes `num_classes`, `in_channels` and `width`.
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "vgg16": vgg16,
+    "vgg19": vgg19,
+    "resnet20": resnet20,
+    "resnet32": resnet32,
+    "wrn28_10": wrn28_10,
+    "resnet50": resnet50,
+    "mobilenet_v1": mobilenet_v1,
+    "small": small,
+}
+TIMM = "timm:"
+
+
+def build(name: str, *, num_classes: int, in_channels: int = 3, width: float = 1.0) -> nn.Module:
+    """A fresh dense network.
+
+    Args:
+        name: one of `MODELS`, or `timm:NAME` for a network of timm, where that is installed.
+        num_classes: outputs of the classifier.
+        in_channels: channels of the images.
+        width: multiplies the channels of every layer, to the nearest whole number; 1 for networks of timm.
+
+    Raises:
+        ConfigError: no such network, or none of these sizes.
+    """
+    for argument, value in (("num_classes", num_classes), ("in_channels", in_channels)):
+        if value < 1:
+            raise ConfigError(f"`{argument}` is {value}; it must be at least 1")
+    if name.startswith(TIMM):
+        return _from_timm(name, num_classes, in_channels, width)
+    if name in MODELS:
+        return MODELS[name](num_classes=num_classes, in_channels=in_channels, width=width)
+    if is_factory(name):
+        raise ConfigError(
+            f"`name` is {name!r}, a factory of your own; `build` runs only code that is installed as a library. "
+            "Call `slimstart.lab.models.from_factory`"
+        )
+    raise ConfigError(
+        f"`name` is {name!r}; the networks are {', '.join(MODELS)}, and timm:NAME{_did_you_mean(name, MODELS)}"
+    )
+
+
+def _from_timm(name: str, num_classes: int, in_channels: int, width: float) -> nn.Module:
+    if width != 1:
+        raise ConfigError(f"`width` is {width}, but networks of timm have the width of their name: {name!r} takes 1")
+    try:
+        timm = importlib.import_module("timm")
+    except (ImportError, RuntimeError) as error:  # a torchvision that does not fit torch is a RuntimeError
+        raise ConfigError(
+            f"`name` is {name!r}, but timm cannot be imported: {brief(error)}. "
+            "Install timm, and the torchvision that goes with this torch"
+        ) from error
+    known = timm.list_models()
+    wanted = name.removeprefix(TIMM)
+    if wanted not in known:  # timm itself would also take an address and fetch what is there
+        raise ConfigError(f"`name` is {name!r}; timm has no such network{_did_you_mean(wanted, known)}")
+    try:
+        network: nn.Module = timm.create_model(wanted, pretrained=False, num_classes=num_classes, in_chans=in_channels)
+    except Exception as error:
+        raise ConfigError(
+            f"timm cannot build {wanted!r} for {num_classes} classes and {in_channels} channels: {brief(error)}"
+        ) from error
+    return network
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known))
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -1,0 +1,41 @@
+"""VGG with batch normalisation for CIFAR: a chain of 3 x 3 convolutions (Simonyan and Zisserman, 2015).
+
+One linear layer classifies; the original's three wide ones belong to its images of 224 x 224.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from slimstart.lab.models.layers import Chain, conv_bn_relu, initialised, scaled
+
+# Channels of the convolutions; the image is halved from stage to stage.
+VGG16 = ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3)
+VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
+
+
+class VGG(Chain):
+    """Stages of convolutions, max pooling between them, global average pooling behind the last."""
+
+    def __init__(self, stages: Sequence[Sequence[int]], num_classes: int, in_channels: int, width: float) -> None:
+        layers: list[nn.Module] = []
+        channels = in_channels
+        for number, stage in enumerate(stages):
+            if number > 0:
+                layers.append(nn.MaxPool2d(2))
+            for outputs in (scaled(c, width) for c in stage):
+                layers += conv_bn_relu(channels, outputs)
+                channels = outputs
+        super().__init__(layers, channels, num_classes)
+
+
+def vgg16(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> VGG:
+    """13 convolutions: 14.7 M parameters, 313 M multiply-adds on 32 x 32."""
+    return initialised(VGG(VGG16, num_classes, in_channels, width))
+
+
+def vgg19(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> VGG:
+    """16 convolutions: 20.0 M parameters, 398 M multiply-adds on 32 x 32."""
+    return initialised(VGG(VGG19, num_classes, in_channels, width))

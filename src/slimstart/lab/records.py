@@ -1,0 +1,287 @@
+"""A run's record: what `record.json` holds. `recipes` writes it, `reports` reads it; torch is not needed for either.
+
+The schema is versioned. Units: accuracy in percent; ratios as fractions of the dense network; one multiply-add = 1
+FLOP; `*_flops` of a network are those of one forward on one image; `train_flops` are those of the whole training;
+times as their names say. What a method does not have is None. A record that exists is sound: its numbers are finite and
+within their range, whoever built it. docs/records.md describes every field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import reprlib
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slimstart.errors import RecordError
+from slimstart.io import atomic
+
+Kind = TypeVar("Kind")
+SCHEMA = "slimstart.record/1"
+NUM_BINS = 20
+PHASES = ("search", "train", "finetune")
+
+# Fields by which something is divided, and those in percent; every other number has the range (0, LARGEST).
+POSITIVE = frozenset("epochs batch_size epoch dense dense_flops dense_params dense_train_flops step_ms".split())
+PERCENT = frozenset(("accuracy", "test_accuracy"))
+SMALLEST, LARGEST = 1e-9, 1e30
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Filters of one layer, in the dense and in the finished network."""
+
+    name: str
+    dense: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch did; `train_flops` and `seconds` are of the training alone, without evaluation."""
+
+    epoch: int  # from 1, over all phases
+    phase: str  # "search" (the structure is learned), "train" (it is fixed), "finetune"
+    lr: float  # at the end of the epoch
+    train_loss: float
+    test_loss: float | None  # None in epochs without an evaluation
+    test_accuracy: float | None
+    flops_ratio: float  # of the trained sub-network to dense, as executed, mean over the steps
+    train_flops: int
+    dense_train_flops: int  # what plain dense training takes for the same images
+    seconds: float
+    images_per_second: float
+    formula_ratio: float | None = None  # cost of a step to dense, by the formulas of the paper's appendix
+    expected_cost: float | None = None  # in the unit of the budget, as a fraction of dense
+    certain: float | None = None  # share of keep-probabilities within 0.05 of 0 or 1
+    keep_probs: tuple[int, ...] | None = None  # histogram over NUM_BINS equal bins of [0, 1]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run."""
+
+    # what was run
+    name: str
+    method: str
+    model: str
+    data: str
+    num_classes: int
+    image_shape: tuple[int, ...]  # channels, height, width
+    budget: str | None  # "flops=0.1"
+    seed: int
+    epochs: int  # all phases together
+    batch_size: int
+    config: dict[str, Any]
+    config_hash: str  # of `config` without the seed
+    command: str
+    commit: str | None
+    version: str
+    # where
+    device: str
+    hardware: str
+    torch: str
+    python: str
+    started: str  # ISO 8601, UTC
+    finished: str
+    # what came out
+    accuracy: float
+    test_loss: float
+    flops: int
+    dense_flops: int
+    flops_ratio: float
+    params: int
+    dense_params: int
+    params_ratio: float
+    layers: tuple[Layer, ...]
+    # what it took
+    train_flops: int  # executed: both forwards, the backward, the choice of a mask
+    dense_train_flops: int
+    train_cost_saving: float  # by the formulas of the paper's appendix, over the epochs that they count
+    executed_saving: float  # dense_train_flops / train_flops
+    train_seconds: float
+    step_ms: float | None  # None where no timing was asked for
+    step_forward_ms: float | None
+    step_backward_ms: float | None
+    dense_step_ms: float | None
+    narrow_step_ms: float | None
+    peak_memory_bytes: int
+    history: tuple[Epoch, ...]
+    engine: str | None = None  # "eager" or "graphs"; None in records from before there were two
+    ports: int | None = None  # layers with a port on a residual stream; `flops` are with ports; None in older records
+    building_seconds: float | None = None  # of `train_seconds`: capturing graphs, and what runs eagerly before
+    # of several ranks; None in a run of one
+    ranks: int | None = None
+    batch_norm: str | None = None  # "synchronised" or "per-rank"
+    gradient_bytes: int | None = None  # that a rank exchanges in a step; mean over the steps
+    dense_gradient_bytes: int | None = None  # what training the dense network would exchange
+    schema: str = SCHEMA
+
+    def __post_init__(self) -> None:
+        for problem in itertools.chain(_out_of_range(self, ""), _contradictions(self)):
+            raise RecordError(f"the field {problem}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def write(record: Record, path: str | os.PathLike[str]) -> None:
+    """Write a record as JSON, atomically; `read` is the inverse."""
+    try:
+        # allow_nan=False: NaN is not JSON, and a browser refuses the file.
+        content = json.dumps(record.as_dict(), indent=1, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"`record.config` cannot be written as JSON ({error}): give plain, finite values") from error
+    atomic.write(path, content.encode())
+
+
+def read(path: str | os.PathLike[str]) -> Record:
+    """Read a record: a JSON file, or a run's folder that holds `record.json`.
+
+    Raises:
+        RecordError: there is none, or it is not of this schema; the message says which field.
+    """
+    path = Path(path)
+    file = path / "record.json" if path.is_dir() else path
+    if not file.is_file():
+        way_out = "the run is not finished; go on with --resume" if path.is_dir() else "give a run's folder"
+        raise RecordError(f"{file} does not exist: {way_out}")
+    try:
+        content = json.loads(file.read_bytes())
+        # Python reads what is not JSON (NaN, 1e999) or not text (half a surrogate pair); its strict writer refuses.
+        json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{file} cannot be read as JSON: {error}") from error
+    return of_schema(Record, content, SCHEMA, file, "a run")
+
+
+def write_plain(record: Any, path: str | os.PathLike[str]) -> None:
+    """Write a dataclass of plain values as JSON, atomically; `read_plain` is the inverse."""
+    atomic.write(path, (json.dumps(dataclasses.asdict(record), indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_plain(kind: type[Kind], path: str | os.PathLike[str], schema: str, what: str) -> Kind:
+    """Read a record of this kind: a JSON file, or a folder that holds `record.json`; arguments as for `of_schema`.
+
+    Raises:
+        RecordError: there is none, or it is not of this schema; the message says which field.
+    """
+    path = Path(path)
+    file = path / "record.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{file} cannot be read as the record of {what}: {error}") from error
+    return of_schema(kind, content, schema, file, what)
+
+
+def of_schema(kind: type[Kind], content: Any, schema: str, file: Path, what: str) -> Kind:
+    """A record of this kind, from what the JSON of a file holds.
+
+    Args:
+        schema: that the file must claim.
+        what: has such records, for the message.
+
+    Raises:
+        RecordError: it is not of this schema; the message says which field.
+    """
+    if not isinstance(content, dict) or content.get("schema") != schema:
+        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise RecordError(
+            f"{file} is not a record of {what}: its schema is {reprlib.repr(found)}, this version reads {schema!r}"
+        )
+    try:
+        record: Kind = from_plain(kind, content)
+    except RecordError as error:
+        raise RecordError(f"{file}: {error}") from error
+    return record
+
+
+def from_plain(kind: Any, value: Any, where: str = "") -> Any:
+    """A dataclass, tuple or plain value of the annotated `kind`, from what JSON or TOML gives.
+
+    Raises:
+        RecordError: a field is missing, unknown or of another type.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise RecordError(f"the field `{where}` is {reprlib.repr(value)}; it must be a table of fields")
+        hints = _hints(kind)
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if odd := sorted(value.keys() - fields.keys()) or sorted(required - value.keys()):
+            raise RecordError(f"the field `{_join(where, odd[0])}` is {'unknown' if odd[0] in value else 'missing'}")
+        return kind(**{name: from_plain(hints[name], one, _join(where, name)) for name, one in value.items()})
+    if origin is types.UnionType:
+        return None if value is None and type(None) in args else from_plain(args[0], value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(from_plain(args[0], one, f"{where}[{i}]") for i, one in enumerate(value))
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    if type(value) is (origin or kind):
+        return value
+    wanted = {float: "a finite number", tuple: "a list"}.get(origin or kind, f"of type {(origin or kind).__name__}")
+    raise RecordError(f"the field `{where}` is {reprlib.repr(value)}; it must be {wanted}")
+
+
+@functools.cache  # annotations are evaluated anew each time, and a history has many epochs
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _out_of_range(value: Any, where: str) -> Iterator[str]:
+    """Numbers anywhere in a record, but for its configuration: that may hold any."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name != "config":
+                yield from _out_of_range(getattr(value, field.name), _join(where, field.name))
+    elif isinstance(value, tuple):
+        for i, one in enumerate(value):
+            yield from _out_of_range(one, f"{where}[{i}]")
+    elif isinstance(value, int | float):
+        name = where.rpartition(".")[2]
+        low, high = SMALLEST if name in POSITIVE else 0, 100 if name in PERCENT else LARGEST
+        if not low <= value <= high:  # so written, NaN fails too
+            yield f"`{where}` is {reprlib.repr(value)}; it must be from {low:g} to {high:g}"
+
+
+def _contradictions(record: Record) -> Iterator[str]:
+    for name, moment in (("started", record.started), ("finished", record.finished)):
+        try:
+            datetime.fromisoformat(moment)
+        except ValueError:
+            yield f"`{name}` is {reprlib.repr(moment)}; it must be a time by ISO 8601"
+    for i, layer in enumerate(record.layers):
+        if layer.width > layer.dense:
+            yield f"`layers[{i}].width` is {layer.width}; it must be at most `dense`, {layer.dense}"
+    last = 0
+    for i, epoch in enumerate(record.history):
+        where, bins = f"history[{i}]", NUM_BINS if epoch.keep_probs is None else len(epoch.keep_probs)
+        if epoch.epoch <= last:
+            yield f"`{where}.epoch` is {epoch.epoch}; it must be above that of the one before, {last}"
+        if epoch.phase not in PHASES:
+            yield f"`{where}.phase` is {reprlib.repr(epoch.phase)}; it must be one of {', '.join(PHASES)}"
+        if bins != NUM_BINS:
+            yield f"`{where}.keep_probs` has {bins} bins; it must have {NUM_BINS}"
+        last = epoch.epoch
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def digest(config: Mapping[str, Any]) -> str:
+    """A short hash of a configuration, the same for the same settings in any order."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,89 @@
+"""One HTML page from records: self-contained, without scripts, readable on a phone and in the dark."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from datetime import date, datetime
+from importlib import resources
+
+import jinja2
+from markupsafe import Markup
+
+from slimstart.errors import RecordError
+from slimstart.io import atomic
+from slimstart.lab.records import Record
+from slimstart.lab.reports import curves, panels, points
+from slimstart.lab.reports.canvas import short
+from slimstart.lab.reports.rows import by_network, summarise
+from slimstart.lab.reports.series import series_of
+from slimstart.lab.reports.tables import COLUMNS, duration, number
+
+FIGURES = (
+    points.accuracy_by_train_cost,
+    points.accuracy_by_flops,
+    points.train_cost_by_flops,
+    curves.train_cost_per_epoch,
+    curves.accuracy_per_epoch,
+    panels.step_time,
+    panels.training_time,
+    panels.widths,
+    panels.keep_probs,
+)
+
+
+def render(records: Sequence[Record]) -> str:
+    """The page. It depends on the records alone: the same ones give the same bytes, in whatever order they come."""
+    if not records:
+        raise RecordError("`records` is empty: a report needs at least one finished run")
+    rows = summarise(records)
+    looks = {one.row: one for one in series_of(rows)}
+    networks = []
+    for name, group in by_network(rows).items():
+        figures = [paint([looks[row] for row in group]) for paint in FIGURES]
+        networks.append({"name": name, "rows": group, "figures": figures})
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"svg": Markup, "json": _json, "number": number, "duration": duration}
+    source = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return environment.from_string(source).render(
+        networks=networks,
+        columns=COLUMNS,
+        runs=[run for row in rows for run in row.runs],
+        looks=looks,
+        facts=_facts(records),
+    )
+
+
+def write(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
+    """Write the page, atomically."""
+    atomic.write(path, render(records).encode())
+
+
+def _facts(records: Sequence[Record]) -> dict[str, str]:
+    """What all runs have in common, or what there is of it."""
+    days = sorted(datetime.fromisoformat(moment).date() for run in records for moment in (run.started, run.finished))
+    seeds = len({run.seed for run in records})
+    return {
+        "runs": f"{len(records)}, with {seeds} seed{'s' * (seeds > 1)}",
+        "methods": _listed(run.method for run in records),
+        "when": " to ".join(dict.fromkeys((_shown(days[0]), _shown(days[-1])))),
+        "hardware": _listed(run.hardware for run in records),
+        "torch": _listed(run.torch for run in records),
+        "commit": _listed((run.commit or "unknown")[:10] for run in records),
+    }
+
+
+def _listed(names: Iterable[str]) -> str:
+    found = sorted({short(name, 40) for name in names})
+    return ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
+
+
+def _shown(day: date) -> str:
+    return f"{day.day} {day:%b %Y}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)

@@ -1,0 +1,160 @@
+"""Figures of points, one for each row, with a line through the budgets of each method: what is reached at what cost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
+
+from slimstart.lab.reports.canvas import (
+    COLORS,
+    FONT,
+    LEFT,
+    Canvas,
+    Figure,
+    add_axes,
+    log_scale,
+    percent,
+    plain,
+    short,
+    svg,
+    write_above,
+)
+from slimstart.lab.reports.rows import Value
+from slimstart.lab.reports.series import Series
+
+HEIGHT = 260.0
+# Where a label may stand beside its point: offset and alignment, best first.
+_BESIDE = (
+    (9, 0, "left", "center"),
+    (0, 8, "center", "bottom"),
+    (0, -8, "center", "top"),
+    (-9, 0, "right", "center"),
+    (7, 6, "left", "bottom"),
+    (7, -6, "left", "top"),
+    (-7, 6, "right", "bottom"),
+    (-7, -6, "right", "top"),
+)
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis of points shows, and how its ticks are written."""
+
+    label: str
+    value: Value
+    ticks: ticker.FuncFormatter
+
+
+FLOPS = Axis("FLOPs of one forward, of dense", lambda run: run.flops_ratio, percent)
+ACCURACY = Axis("accuracy, %", lambda run: run.accuracy, plain)
+
+
+def accuracy_by_train_cost(series: Sequence[Series]) -> Figure:
+    return _points(
+        series,
+        "Accuracy and training cost",
+        Axis("training FLOPs, of dense", lambda run: run.train_flops / run.dense_train_flops, percent),
+        ACCURACY,
+        "Test accuracy of the finished network against all FLOPs that its training executed, as a share of dense "
+        "training on the same images. Up and to the left is better.",
+    )
+
+
+def accuracy_by_flops(series: Sequence[Series]) -> Figure:
+    return _points(
+        series,
+        "Accuracy and FLOPs",
+        FLOPS,
+        ACCURACY,
+        "Test accuracy of the finished network against the multiply-adds of its forward, as a share of dense. "
+        "Up and to the left is better.",
+    )
+
+
+def train_cost_by_flops(series: Sequence[Series]) -> Figure:
+    return _points(
+        series,
+        "Saving in training cost and FLOPs",
+        FLOPS,
+        Axis("times fewer training FLOPs than dense", lambda run: run.executed_saving, plain),
+        "FLOPs of dense training on the same images, divided by all that the training executed, against the "
+        "multiply-adds of a forward of the finished network. Higher is better.",
+    )
+
+
+def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, caption: str) -> Figure:
+    """One point for each row, and a line through those of one method: its budgets."""
+    points = [(one.row.mean(across.value) or 0.0, one.row.mean(up.value) or 0.0) for one in series]
+    lines: defaultdict[str, list[tuple[Series, Point]]] = defaultdict(list)
+    for one, point in zip(series, points, strict=True):
+        lines[one.row.method].append((one, point))
+
+    def paint(canvas: Canvas) -> None:
+        axes = add_axes(canvas, 26, HEIGHT - 66)
+        write_above(axes, up.label, color="muted", indent=LEFT)
+        axes.set_xlabel(across.label)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
+        log_scale(axes, "x", [x for x, _ in points])
+        if up is not ACCURACY:
+            log_scale(axes, "y", [y for _, y in points])
+        axes.xaxis.set_major_formatter(across.ticks)
+        axes.yaxis.set_major_formatter(up.ticks)
+        axes.margins(x=0.14, y=0.14)
+        for one, (x, y) in zip(series, points, strict=True):
+            color, row = COLORS[one.role], one.row
+            axes.errorbar(x, y, row.spread(up.value), row.spread(across.value), color=color, linewidth=1.2)
+            filled = color if row.missed is None else "none"
+            outline = (*one.marker, one.marker[0])  # closed: a hollow one is a line
+            axes.plot(x, y, color=color, marker=outline, markersize=7, linestyle="none", markerfacecolor=filled)
+        strokes = [sorted(point for _, point in line) for line in lines.values()]
+        for ((leader, _), *_), stroke in zip(lines.values(), strokes, strict=True):
+            axes.plot(*zip(*stroke, strict=True), color=COLORS[leader.role], linewidth=1, alpha=0.45)
+        if up is ACCURACY:
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, 0), min(high, 103))
+        texts = [short(one.row.first.budget or one.row.label, 18) for one in series]
+        _label(canvas, axes, list(zip(texts, points, strict=True)), strokes)
+
+    if any(len(one.row.runs) > 1 for one in series):
+        caption += " Points are means over the seeds, bars one sample standard deviation."
+    if any(one.row.missed is not None for one in series):
+        caption += " Hollow points have missed their budget."
+    keys = tuple((line[0][0], method) for method, line in lines.items())
+    return Figure(title, caption, svg(f"{title}: {series[0].row.network}", HEIGHT, paint), keys)
+
+
+def _label(canvas: Canvas, axes: Axes, labels: Sequence[tuple[str, Point]], lines: Sequence[Sequence[Point]]) -> None:
+    """Write each label beside its point, where it covers no point, line or label; without such a place, not at all."""
+    canvas.draw_without_rendering()  # only now is it known where the points are
+    taken = [_box(axes, point, 6) for _, point in labels]
+    for line in lines:
+        spots = axes.transData.transform(line)
+        for (x0, y0), (x1, y1) in itertools.pairwise(spots):
+            steps = math.ceil(max(abs(x1 - x0), abs(y1 - y0)) / 3) + 1
+            taken += [
+                Bbox.from_bounds(x0 + (x1 - x0) * k / steps, y0 + (y1 - y0) * k / steps, 1, 1) for k in range(steps)
+            ]
+    inside = axes.get_window_extent()
+    for text, point in labels:
+        for dx, dy, ha, va in _BESIDE:
+            note = axes.annotate(text, point, (dx, dy), textcoords="offset points", ha=ha, va=va, fontsize=FONT - 1.5)
+            box = note.get_window_extent()
+            corners = inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
+            if corners and not box.count_overlaps(taken):
+                taken.append(box)
+                break
+            note.remove()
+
+
+def _box(axes: Axes, point: Point, radius: float) -> Bbox:
+    x, y = axes.transData.transform(point)
+    return Bbox.from_extents(x - radius, y - radius, x + radius, y + radius)

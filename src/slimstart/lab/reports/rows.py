@@ -1,0 +1,226 @@
+"""Records to rows: which runs are found, which differ in the seed alone, and what tells the others apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from slimstart.errors import RecordError
+from slimstart.lab import records
+from slimstart.lab.records import Layer, Record
+
+Value = Callable[[Record], float | None]
+# What differs by less than this factor is the same; further away from its budget, a network has missed it.
+SAME = 1.02
+# Settings that stand elsewhere in a row, or in none.
+NAMED = ("model", "data", "method", "budget", "seed", "finetune_epochs")
+NONE: Mapping[str, Any] = MappingProxyType({})
+# Settings of the paper's policy, which mean nothing to another, and its own estimator, which need not be named.
+OF_THE_PAPER, ITS_ESTIMATOR = ("estimator", "sampling", "structure_lr", "num_masks"), "vr_pge"
+
+
+def _filters(layers: Iterable[Layer]) -> float | None:
+    found = list(layers)
+    return sum(layer.width for layer in found) / sum(layer.dense for layer in found) if found else None
+
+
+def _all_filters(run: Record) -> float | None:
+    return _filters(run.layers)
+
+
+def _cut_filters(run: Record) -> float | None:
+    return _filters(layer for layer in run.layers if layer.width < layer.dense)
+
+
+# What a finished network takes of what a budget limits, at least and at most: a record does not say which of the layers
+# that are whole count as channels, and which never could be cut, as the last one.
+TAKEN: dict[str, tuple[Value, Value]] = {
+    "flops": (lambda run: run.flops_ratio, lambda run: run.flops_ratio),
+    "params": (lambda run: run.params_ratio, lambda run: run.params_ratio),
+    "channels": (_cut_filters, _all_filters),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Runs of one setting, by seed; `note` says what sets its method apart from others of that name."""
+
+    runs: tuple[Record, ...]
+    note: str = ""
+
+    @property
+    def first(self) -> Record:
+        return self.runs[0]
+
+    @property
+    def network(self) -> str:
+        return f"{self.first.model} on {self.first.data}"
+
+    @property
+    def method(self) -> str:
+        return f"{self.first.method} ({self.note})" if self.note else self.first.method
+
+    @property
+    def label(self) -> str:
+        return " ".join(filter(None, (self.method, self.first.budget)))
+
+    @property
+    def accuracy(self) -> float:
+        return statistics.fmean(run.accuracy for run in self.runs)
+
+    @property
+    def flops(self) -> float:
+        """Of the finished networks, as a fraction of dense."""
+        return statistics.fmean(run.flops_ratio for run in self.runs)
+
+    @property
+    def epochs(self) -> str:
+        """Of training, or search, plus those of fine-tuning: "53 + 7"."""
+        said = self.first.config.get("finetune_epochs")
+        finetuning = said if isinstance(said, int) else 0  # the settings of a record may be anything
+        return " + ".join(str(count) for count in (self.first.epochs - finetuning, finetuning) if count)
+
+    @property
+    def missed(self) -> float | None:
+        """What the finished networks take of what the budget limits, where that is not what was asked for."""
+        kind, _, text = (self.first.budget or "").partition("=")
+        try:
+            limit, (least, most) = float(text), TAKEN[kind.strip()]
+        except (ValueError, LookupError):  # no budget, or a record of somebody else's
+            return None
+        low, high = self.mean(least), self.mean(most)
+        if low is not None and low > SAME * limit:
+            return low
+        return high if high is not None and SAME * high < limit else None
+
+    def values(self, value: Value) -> list[float]:
+        """Of the runs that have it."""
+        return [one for run in self.runs if (one := value(run)) is not None]
+
+    def mean(self, value: Value) -> float | None:
+        found = self.values(value)
+        return statistics.fmean(found) if found else None
+
+    def spread(self, value: Value) -> float | None:
+        """Sample standard deviation; None for a single run."""
+        found = self.values(value)
+        return statistics.stdev(found) if len(found) > 1 else None
+
+
+def find(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
+    """Read records: of files, of runs' folders, and of all runs and record files up to two folders below a folder.
+
+    Raises:
+        RecordError: a file is not a sound record, or there is none. JSON files below a folder that do not claim to be
+            records of runs are passed over.
+    """
+    places = [Path(path) for path in paths]
+    # By resolved name: a run that is given twice, or linked, counts once.
+    files = {file.resolve(): file for place in places for file in _files(place)}
+    if not files:
+        where = ", ".join(map(str, places)) or "an empty list"
+        raise RecordError(
+            f"`paths`: no record in {where}; give folders of finished runs, or the files of their records"
+        )
+    return [records.read(file) for file in files.values()]
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir() or (path / "record.json").is_file():
+        yield path / "record.json" if path.is_dir() else path
+        return
+    candidates = {file for pattern in ("*.json", "*/*.json", "*/*/record.json") for file in path.glob(pattern)}
+    # A run's own file must be sound; other files may be anything, and a benchmark's file is called like a run's.
+    ours = {records.SCHEMA.partition("/")[0]: candidates, "": {f for f in candidates if f.name == "record.json"}}
+    yield from (file for file in sorted(candidates) if file in ours.get(family(file), ()))
+
+
+def family(file: Path) -> str:
+    """What kind of record a file claims to be, "" if none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{file} cannot be read as JSON: {error}") from error
+    return str(content.get("schema", "")).partition("/")[0] if isinstance(content, dict) else ""
+
+
+def summarise(runs: Iterable[Record], defaults: Mapping[str, Any] = NONE) -> list[Row]:
+    """Join runs that differ in the seed alone.
+
+    By network; dense first, then by budget, from many FLOPs to few, and under each from the best to the worst.
+
+    Args:
+        defaults: of settings, which are not worth a note; a record that lacks a setting has its default.
+    """
+    same: defaultdict[tuple[object, ...], list[Record]] = defaultdict(list)
+    for run in runs:
+        same[_setting(run)].append(run)
+    rows = [Row(tuple(sorted(group, key=lambda run: (run.seed, run.started)))) for group in same.values()]
+    under: defaultdict[tuple[str, str | None], list[float]] = defaultdict(list)
+    for row in rows:
+        under[row.network, row.first.budget].append(row.flops)
+
+    def order(row: Row) -> tuple[object, ...]:
+        first, budget = row.first, under[row.network, row.first.budget]
+        place = (first.model, first.data, first.method != "dense", -statistics.fmean(sorted(budget)))
+        return (*place, first.budget or "", -row.accuracy, first.method, _setting(first))
+
+    return sorted(_told_apart(rows, defaults), key=order)
+
+
+def _setting(run: Record) -> tuple[object, ...]:
+    what = (run.model, run.data, run.method, run.budget or "", run.epochs, run.config_hash)
+    return (*what, run.device, run.hardware)
+
+
+def _told_apart(rows: Sequence[Row], defaults: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows with what sets them apart from others of their method, under whatever budget, as a note."""
+    methods: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        methods[row.network, row.first.method].append(row)
+    for namesakes in methods.values():
+        facts = [_facts(row, defaults) for row in namesakes]
+        noted = {name for one in facts for name in one if len({other.get(name) for other in facts}) > 1}
+        notes = [", ".join(text for name, text in one.items() if name in noted) for one in facts]
+        named = [replace(row, note=note) for row, note in zip(namesakes, notes, strict=True)]
+        taken = Counter(row.label for row in named)
+        for row in named:  # a record of somebody else's may not say what its hash stands for
+            extra = f"config {row.first.config_hash}" if taken[row.label] > 1 else ""
+            yield replace(row, note=", ".join(filter(None, (row.note, extra))))
+
+
+def _facts(row: Row, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """What may tell a row from others of its method and budget, as text."""
+    run = row.first
+    settings = run.config | {"epochs": row.epochs, "hardware": run.hardware, "device": run.device}
+    if run.method == "slimstart":
+        settings["policy"] = policy_of(run)
+        if settings["policy"] != "paper":
+            settings = {name: value for name, value in settings.items() if name not in OF_THE_PAPER}
+        elif settings.get("estimator") == ITS_ESTIMATOR:
+            del settings["estimator"]
+    else:
+        settings = {name: value for name, value in settings.items() if name not in ("policy", "estimator", "sampling")}
+    return {
+        name: f"{name} {value}" for name, value in settings.items() if name not in NAMED and value != defaults.get(name)
+    }
+
+
+def policy_of(run: Record) -> str:
+    """Of a run of ours; a record from before there were several does not say."""
+    return str(run.config.get("policy", "paper"))
+
+
+def by_network(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of each model and data set: what may stand in one table."""
+    found: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row.network].append(row)
+    return dict(found)

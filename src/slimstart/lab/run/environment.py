@@ -1,0 +1,171 @@
+"""What is around a run: where it computes, precision switches, generators, memory, and the facts for its record."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimstart import __version__
+from slimstart.errors import ConfigError
+from slimstart.lab import data
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.steps.choice import ENGINES
+
+BATCH_NORMS = ("synchronised", "per-rank")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a run computes; none of it is meant to change a result."""
+
+    device: str = "auto"
+    data_dir: Path | None = None
+    workers: int = 4  # that read image folders
+    download: bool = True
+    checkpoint_seconds: float = 60.0
+    timing_rounds: int = 20  # 0: step times are not measured
+    engine: str = "auto"  # "eager", "graphs", or what is best here
+    batch_norm: str = "synchronised"  # over ranks, as on one; "per-rank" is faster, and another training
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "checkpoint_seconds", "timing_rounds"):
+            if not getattr(self, name) >= 0:  # NaN is not, either
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must not be negative")
+        if self.engine not in ENGINES:
+            raise ConfigError(f"`engine` is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
+        if self.batch_norm not in BATCH_NORMS:
+            raise ConfigError(f"`batch_norm` is {self.batch_norm!r}; it must be one of {', '.join(BATCH_NORMS)}")
+
+
+def now() -> str:
+    """The time, by ISO 8601, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command() -> str:
+    """What was typed."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["slimstart" if name == "__main__.py" else name, *sys.argv[1:]])
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it is neither a CPU nor a CUDA device")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"`device` is {name!r}, which cannot be used here ({reason}); try cpu") from error
+    return device
+
+
+def load_data(
+    recipe: Recipe,
+    place: Place,
+    device: torch.device,
+    progress: Callable[[int, int | None], None] | None = None,
+    share: data.Share = data.WHOLE,
+) -> data.ImageData:
+    """The data that a recipe names, from this place, with batches, or a share of each, on the device."""
+    return data.load(
+        recipe.data,
+        data_dir=place.data_dir,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        device=device,
+        validation=recipe.validation,
+        image_size=recipe.image_size,
+        num_workers=place.workers,
+        download=place.download,
+        progress=progress,
+        share=share,
+    )
+
+
+def suited(model: nn.Module, home: torch.device, device: torch.device) -> nn.Module:
+    """The model at home, in the memory format that convolutions are fastest in on the device that trains."""
+    model = model.to(home)
+    return model.to(memory_format=torch.channels_last) if device.type == "cuda" else model  # type: ignore[call-overload]
+
+
+def set_precision(precision: str) -> None:
+    """Full float32 products unless the recipe allows less: cuDNN would use TF32 without being asked."""
+    allowed = precision != "float32"
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """PyTorch's generators, which dropout uses; `set_random_state` is the inverse."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on the GPU, or of the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """The fields of a record that say with what, and on what, it was made."""
+    on_cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "commit": _commit(),
+        "version": __version__,
+        "device": device.type,
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the code, with a "+" where files have been changed since.
+
+    Code that was copied to another machine without its history is told by the variable SLIMSTART_COMMIT.
+    """
+    here = Path(__file__).parent
+    try:
+        _git(here, "ls-files", "--error-unmatch", Path(__file__).name)  # this clone, not one that we are installed in
+        head = _git(here, "rev-parse", "HEAD")
+        return head + ("+" if _git(here, "status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("SLIMSTART_COMMIT")
+
+
+def _git(folder: Path, *args: str) -> str:
+    return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,66 @@
+"""Ways to train, behind one small protocol (`method.py`): the program does not know which one it runs.
+
+`Fixed` trains a network whose structure does not change, `Search` learns it, `Pruned` trains the dense network and
+cuts it, `Relaxed` trains the dense network with gates that learn by the chain rule. Each keeps its own ledger of the
+FLOPs that it executes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.errors import ConfigError
+from slimstart.graph import trace
+from slimstart.lab.methods import PRUNERS, front_heavy, random_structure, uniform
+from slimstart.lab.methods.relaxations import RELAXATIONS
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.run.fixed import Fixed
+from slimstart.lab.run.method import Batch, Loss, Method, Wrap, sgd
+from slimstart.lab.run.pruned import Pruned
+from slimstart.lab.run.relaxed import Relaxed
+from slimstart.lab.run.search import Search
+from slimstart.narrow import compact
+from slimstart.policies.widths import ALIGN
+
+__all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "make_method", "sgd"]
+
+
+def make_method(
+    recipe: Recipe,
+    model: nn.Module,
+    example: Tensor,
+    steps_per_epoch: int,
+    engine: str = "auto",
+    wrap: Wrap | None = None,
+) -> Method:
+    """The method that a recipe names, around a freshly initialised dense model.
+
+    Args:
+        example: one image, as a batch.
+        engine: as for `SparseTraining`.
+        wrap: as for `Stage`.
+
+    Raises:
+        ConfigError: the method cannot do with `wrap`: it trains one network after the other, or gates beside one.
+    """
+    relaxed = recipe.method == "grow-efficient" or (recipe.method == "slimstart" and recipe.estimator in RELAXATIONS)
+    if wrap is not None and (relaxed or recipe.method in PRUNERS):
+        name = recipe.method if recipe.method != "slimstart" else f"slimstart with the estimator {recipe.estimator}"
+        raise ConfigError(f"`method` is {name}, which trains on one rank; start it without torchrun")
+    if relaxed:
+        return Relaxed(recipe, model, example, steps_per_epoch, engine)
+    if recipe.method == "slimstart":
+        return Search(recipe, model, example, steps_per_epoch, engine, wrap)
+    if recipe.method in PRUNERS:
+        return Pruned(recipe, model, example, engine)
+    graph = trace(model, example, coupling="stream")
+    budget = recipe.parsed_budget
+    if budget is None:
+        network = compact(model, graph.select(torch.ones(graph.num_units, dtype=torch.bool)))
+    elif recipe.method == "random":
+        network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))
+    else:
+        profile = front_heavy(graph) if recipe.protocol == "front_heavy" else None
+        network = uniform(model, graph, budget, recipe.align or ALIGN, profile)
+    return Fixed(recipe, graph, network, example, engine, wrap)

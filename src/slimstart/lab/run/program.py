@@ -1,0 +1,309 @@
+"""The training program: one recipe, one run's folder, from the first step to the record.
+
+    program = Program(recipe, run, place, watcher)
+    record = program.train()        # goes on from the last checkpoint, if there is one
+
+Everything that the next step depends on is in the checkpoint or a pure function of the step (batches, learning rate),
+so a run that was killed goes on bit for bit where its last checkpoint was taken; on the CPU, that is.
+
+Several ranks run the same program, each on its share of every batch. They stay alike; only rank 0 reads and writes the
+folder, and what it reads goes to all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimstart.distributed import data_parallel
+from slimstart.distributed.process_group import ALONE, Ranks, gradient_bytes
+from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
+from slimstart.flop_counter import flops
+from slimstart.io import network_files as files
+from slimstart.lab import records
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.recipes.schedules import learning_rate
+from slimstart.lab.run import environment as surroundings
+from slimstart.lab.run.callbacks import Interrupted, Status, Unwatched, Watcher
+from slimstart.lab.run.environment import Place
+from slimstart.lab.run.evaluation import evaluate
+from slimstart.lab.run.events import Events
+from slimstart.lab.run.make_method import make_method
+from slimstart.lab.run.progress import Progress
+from slimstart.lab.run.recording import End, make_record, structure_of
+from slimstart.lab.run.run_folder import Run
+from slimstart.lab.run.step_times import measured
+from slimstart.lab.run.task import Task
+from slimstart.lab.run.train_cost import formula_flops
+
+FORMAT = "slimstart.program/1"
+_KEYS = {"format", "recipe", "seed", "data", "method", "progress", "random"}
+
+
+class Program:
+    """One run.
+
+    Args:
+        recipe: what to train.
+        run: the folder, made by `Run.create`.
+        place: where.
+        watcher: a display.
+        ranks: the processes that train together; each has a program, and does the same with it.
+
+    Raises:
+        ConfigError, BudgetError, DataError, TraceError: before anything is trained.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Run,
+        place: Place | None = None,
+        watcher: Watcher | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.recipe, self.run, self.ranks = recipe, run, ranks
+        self.place, self.watcher = place or Place(), watcher or Unwatched()
+        self.task = Task(recipe, self.place, ranks, self.watcher.downloading)
+        model, wrap = self.task.begin(), data_parallel if ranks.size > 1 else None
+        self.method = make_method(recipe, model, self.task.example, self.task.steps_per_epoch, self.place.engine, wrap)
+        if ranks.rank > 0:  # ranks drop other activations than their neighbours
+            torch.manual_seed(recipe.seed + ranks.rank)
+        self.progress = Progress()
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.task.device)
+        self._began = self._last_saved = self._last_shown = time.monotonic()
+
+    # --- from the first step to the record ---------------------------------------------------------------------------
+
+    def train(self) -> records.Record:
+        """Train, from the last checkpoint if there is one, and write the record.
+
+        Raises:
+            Interrupted: the watcher asked to stop; the state is saved.
+            NonFiniteLossError, CheckpointError: the last good checkpoint is intact.
+        """
+        self.resume()
+        folder = self.run.tensorboard if self.ranks.rank == 0 else None
+        with Events(folder, first_step=self.progress.epoch + 1) as events:
+            while self.progress.epoch < self.recipe.total_epochs:
+                self._train_epoch()
+                epoch = self._end_epoch()
+                events.write(epoch)
+                self.ranks.first(lambda: self.run.write_metrics(self.progress.history))
+                self.watcher.epoch(epoch)
+                self._began = time.monotonic()  # neither evaluation nor writing is training
+                self._save_if_due(stopping=self.watcher.stop_requested)
+        return self._finish()
+
+    def _train_epoch(self) -> None:
+        progress = self.progress
+        self._began = time.monotonic()
+        if progress.batch == 0:
+            self.method.begin_epoch(progress.epoch, self.task.calibration_batches())
+        for images, labels in self.task.data.train.epoch(progress.epoch, start=progress.batch):
+            self._set_learning_rate()
+            progress.flops_sum += self.method.flops
+            if self.ranks.size > 1:
+                groups = self.method.optimizer.param_groups
+                progress.gradient_bytes += gradient_bytes(p for group in groups for p in group["params"])
+            loss = self.method.step(images, labels)
+            self._loss_sum += loss
+            progress.batch += 1
+            if time.monotonic() - self._last_shown > 0.25:
+                self._show(loss)
+            self._save_if_due(stopping=self.watcher.stop_requested)
+        self._stop_the_clock()
+
+    def _stop_the_clock(self) -> None:
+        """Add what has passed since `_began` to the epoch's time, all work of the device included."""
+        self._check_finite()  # which waits for the device
+        now = time.monotonic()
+        self.progress.seconds += now - self._began
+        self._began = now
+
+    def _end_epoch(self) -> records.Epoch:
+        """Evaluate, and turn what was summed up into a row of the history."""
+        progress, recipe, method = self.progress, self.recipe, self.method
+        dense, num_steps = self.task.dense, self.task.steps_per_epoch
+        phase = self._phase
+        formula = method.formula_flops
+        if formula is not None:
+            progress.formula_flops += num_steps * formula
+            progress.formula_steps += num_steps
+        mean_loss = self._check_finite() / num_steps
+        done = progress.epoch + 1
+        loss = accuracy = None
+        if done % recipe.eval_every == 0 or done == recipe.total_epochs:
+            network = method.snapshot(self.task.calibration_batches())
+            loss, accuracy = evaluate(network, self.task.data, recipe.precision, self.ranks)
+            progress.accuracy = accuracy
+        total = method.ledger.total
+        images = num_steps * recipe.batch_size
+        epoch = records.Epoch(
+            epoch=done,
+            phase=phase,
+            lr=float(method.optimizer.param_groups[0]["lr"]),
+            train_loss=mean_loss,
+            test_loss=loss if loss is None or math.isfinite(loss) else None,
+            test_accuracy=accuracy,
+            flops_ratio=progress.flops_sum / num_steps / dense.flops,
+            train_flops=total - progress.train_flops,
+            dense_train_flops=num_steps * dense.step_flops,
+            formula_ratio=None if formula is None else formula / formula_flops(dense.flops, dense.flops),
+            seconds=progress.seconds,
+            images_per_second=images / max(progress.seconds, 1e-9),
+            **structure_of(method.keep_probs, method.expected_cost),
+        )
+        progress.history.append(epoch)
+        progress.epoch, progress.batch, progress.train_flops = done, 0, total
+        progress.flops_sum, progress.seconds = 0, 0.0
+        self._loss_sum.zero_()
+        return epoch
+
+    def _finish(self) -> records.Record:
+        """The finished network, its accuracy and its record, all in the folder."""
+        self._began = time.monotonic()
+        network = self.method.finish(self.task.calibration_batches())
+        self._stop_the_clock()
+        loss, accuracy = evaluate(network, self.task.data, self.recipe.precision, self.ranks)
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(f"the finished network's loss on the test images is {loss}; lower --lr")
+        self._note_memory()
+
+        def write() -> records.Record:
+            files.save(network, self.run.network)
+            own_flops = flops(network, self.task.example)
+            times = None if self.watcher.stop_requested else measured(self.task, own_flops)
+            end = End(network, own_flops, loss, accuracy, times)
+            record = make_record(self.run.folder.resolve().name, self.task, self.method, self.progress, end)
+            records.write(record, self.run.record)
+            return record
+
+        return self.ranks.first(write)
+
+    # --- small print -------------------------------------------------------------------------------------------------
+
+    @property
+    def _phase(self) -> str:
+        if self.progress.epoch >= self.recipe.epochs:
+            return "finetune"
+        return "search" if self.method.searching else "train"
+
+    @property
+    def _num_steps(self) -> int:
+        """Taken so far."""
+        return self.progress.epoch * self.task.steps_per_epoch + self.progress.batch
+
+    def _set_learning_rate(self) -> None:
+        for group in self.method.optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe, self._num_steps, self.task.steps_per_epoch)
+
+    def _check_finite(self) -> float:
+        """The sum of the losses so far; sparse steps are checked one by one, plain ones only here."""
+        total = float(self._loss_sum)
+        if not math.isfinite(total):
+            raise NonFiniteLossError(
+                f"the loss is {total} in epoch {self.progress.epoch + 1}; start anew with a lower --lr. "
+                f"The last good checkpoint is in {self.run.folder}"
+            )
+        return total
+
+    def _show(self, loss: Tensor) -> None:
+        progress = self.progress
+        self._last_shown = time.monotonic()
+        done, total = self._num_steps, self.recipe.total_epochs * self.task.steps_per_epoch
+        value = float(loss)  # waits for the device, so that the time is right
+        seconds_per_step = (progress.seconds + time.monotonic() - self._began) / max(progress.batch, 1)
+        self.watcher.status(
+            Status(
+                epoch=progress.epoch + 1,
+                phase=self._phase,
+                steps_done=done,
+                total_steps=total,
+                loss=value,
+                accuracy=progress.accuracy,
+                flops_ratio=self.method.flops / self.task.dense.flops,
+                images_per_second=self.recipe.batch_size / max(seconds_per_step, 1e-9),
+                seconds_left=seconds_per_step * (total - done),
+            )
+        )
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_if_due(self, stopping: bool) -> None:
+        """Save when it is time, or when the user wants to stop; all ranks do what one of them has to."""
+        due = time.monotonic() - self._last_saved >= self.place.checkpoint_seconds
+        stopping, due = self.ranks.any(stopping, due)
+        if stopping or due:
+            self._stop_the_clock()
+            self._save()
+            self._began = self._last_saved = time.monotonic()
+        if stopping:
+            raise Interrupted
+
+    def _save(self) -> None:
+        self.progress.loss_sum = self._check_finite()
+        self._note_memory()
+        random = self.ranks.gather(surroundings.random_state(self.task.device))
+        self.ranks.first(lambda: self._write_checkpoint(random))
+
+    def _write_checkpoint(self, random: Sequence[Mapping[str, Tensor]]) -> None:
+        method = self.method.state_dict()
+        if not _all_finite(method):
+            raise NonFiniteLossError(
+                f"weights are not finite after batch {self.progress.batch} of epoch {self.progress.epoch + 1}; start "
+                f"anew with a lower --lr. The last good checkpoint is in {self.run.folder}"
+            )
+        self.run.save(
+            {
+                "format": FORMAT,
+                "recipe": self.recipe.hash,
+                "seed": self.recipe.seed,
+                "data": self.task.data.digest,
+                "method": method,
+                "progress": dataclasses.asdict(self.progress),
+                "random": {**random[0], "others": random[1:]} if len(random) > 1 else random[0],
+            },
+            self._num_steps,
+        )
+
+    def _note_memory(self) -> None:
+        self.progress.peak_memory = max(self.progress.peak_memory, surroundings.peak_memory(self.task.device))
+
+    def resume(self) -> None:
+        """Go to where the last checkpoint was taken, if there is one; the same for all ranks.
+
+        Raises:
+            CheckpointError, ConfigError: it cannot be read, or is of another run.
+        """
+        state = self.ranks.first(self.run.latest)
+        if state is None:
+            return
+        if not hasattr(state, "keys") or state.keys() != _KEYS or state["format"] != FORMAT:
+            raise CheckpointError(f"the checkpoint in {self.run.folder} is not of this version ({FORMAT})")
+        if (state["recipe"], state["seed"]) != (self.recipe.hash, self.recipe.seed):
+            raise ConfigError(f"the checkpoint in {self.run.folder} belongs to another recipe or another version")
+        if state["data"] != self.task.data.digest:
+            raise ConfigError(f"the run in {self.run.folder} was begun with other data; give the same --data-dir")
+        self.method.load_state_dict(state["method"])
+        self.progress = Progress.restored(state["progress"])
+        self._loss_sum.fill_(self.progress.loss_sum)
+        random = [state["random"], *state["random"].get("others", ())]
+        if self.ranks.rank < len(random):  # of a run that goes on with more ranks, the new ones have their own
+            surroundings.set_random_state(random[self.ranks.rank], self.task.device)
+        self.watcher.resumed(self.progress.epoch + 1, self.progress.batch)
+
+
+def _all_finite(state: Any) -> bool:
+    """Whether every number in a nest of tensors is finite."""
+    if isinstance(state, Tensor):
+        return not state.is_floating_point() or bool(state.isfinite().all())
+    if isinstance(state, Mapping):
+        return all(map(_all_finite, state.values()))
+    return not isinstance(state, list | tuple) or all(map(_all_finite, state))

@@ -1,0 +1,125 @@
+"""From a run that is done to its record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.lab import records
+from slimstart.lab.run import environment as surroundings
+from slimstart.lab.run.method import Method
+from slimstart.lab.run.progress import Progress
+from slimstart.lab.run.step_times import StepTimes
+from slimstart.lab.run.task import Task
+from slimstart.lab.run.train_cost import formula_flops
+from slimstart.narrow.stream_ports import StreamPort
+
+
+class End(NamedTuple):
+    """What comes out of a run.
+
+    Attributes:
+        network: the finished one.
+        flops: of it, for one image.
+        loss, accuracy: of it, on the test images.
+        times: None where they were not measured.
+    """
+
+    network: nn.Module
+    flops: int
+    loss: float
+    accuracy: float
+    times: StepTimes | None
+
+
+def make_record(name: str, task: Task, method: Method, progress: Progress, end: End) -> records.Record:
+    """The record of a run that is done."""
+    (network, own_flops, loss, accuracy, times), recipe, ledger = end, task.recipe, method.ledger
+    own_params = sum(parameter.numel() for parameter in network.parameters())
+    dense_train_flops = sum(epoch.dense_train_flops for epoch in progress.history)
+    dense = formula_flops(task.dense.flops, task.dense.flops)
+    # Without a step that the formulas count, there is only what runs: three forwards of the finished network.
+    own = progress.formula_flops or formula_flops(own_flops, own_flops)
+    saving = (progress.formula_steps or 1) * dense / own
+    return records.Record(
+        name=name,
+        method=recipe.method,
+        model=recipe.model,
+        data=recipe.data,
+        num_classes=task.data.num_classes,
+        image_shape=task.data.image_shape,
+        budget=recipe.budget,
+        seed=recipe.seed,
+        epochs=recipe.total_epochs,
+        batch_size=recipe.batch_size,
+        config=dataclasses.asdict(recipe),
+        config_hash=recipe.hash,
+        command=progress.command,
+        **surroundings.facts(task.device),
+        started=progress.started,
+        finished=surroundings.now(),
+        accuracy=accuracy,
+        test_loss=loss,
+        flops=own_flops,
+        dense_flops=task.dense.flops,
+        flops_ratio=own_flops / task.dense.flops,
+        params=own_params,
+        dense_params=task.dense.params,
+        params_ratio=own_params / task.dense.params,
+        layers=_layers(method.graph.filters, network),
+        train_flops=ledger.total,
+        dense_train_flops=dense_train_flops,
+        train_cost_saving=saving,
+        executed_saving=dense_train_flops / ledger.total,
+        train_seconds=sum(epoch.seconds for epoch in progress.history) + progress.seconds,  # and of finishing
+        step_ms=None if times is None else times.total,
+        step_forward_ms=None if times is None else times.forward,
+        step_backward_ms=None if times is None else times.backward,
+        dense_step_ms=None if times is None else times.dense,
+        narrow_step_ms=None if times is None else times.narrow,
+        peak_memory_bytes=progress.peak_memory,
+        history=tuple(progress.history),
+        engine=method.engine,
+        ports=sum(isinstance(layer, StreamPort) for layer in network.modules()),
+        building_seconds=method.building_seconds,
+        **_exchanged(task, progress),
+    )
+
+
+def _exchanged(task: Task, progress: Progress) -> dict[str, Any]:
+    if task.ranks.size == 1:
+        return {}
+    return {
+        "ranks": task.ranks.size,
+        "batch_norm": task.place.batch_norm,
+        "gradient_bytes": round(progress.gradient_bytes / (task.recipe.total_epochs * task.steps_per_epoch)),
+        "dense_gradient_bytes": task.dense.gradient_bytes,
+    }
+
+
+def structure_of(keep_probs: Tensor | None, expected_cost: float | None) -> dict[str, Any]:
+    if keep_probs is None:
+        return {}
+    bins = torch.histc(keep_probs, records.NUM_BINS, 0.0, 1.0)
+    certain = ((keep_probs < 0.05) | (keep_probs > 0.95)).double().mean()
+    return {
+        "expected_cost": expected_cost,
+        "certain": float(certain),
+        "keep_probs": tuple(int(count) for count in bins),
+    }
+
+
+def _layers(filters: Mapping[str, Tensor], network: nn.Module) -> tuple[records.Layer, ...]:
+    """Filters of every layer of the finished network beside those of the dense one."""
+    found = []
+    modules = dict(network.named_modules())
+    for name, units in filters.items():
+        layer = modules.get(name)
+        width = getattr(layer, "out_channels", None) or getattr(layer, "out_features", None)
+        if width is not None:
+            found.append(records.Layer(name, units.numel(), int(width)))
+    return tuple(found)

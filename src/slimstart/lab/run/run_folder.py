@@ -1,0 +1,210 @@
+"""The folder of one run, and nothing about training: config, metrics, checkpoints, record, the finished network.
+
+runs/NAME/
+  config.toml             the recipe; `slimstart train --recipe` reads it
+  metrics.csv             one row per epoch
+  checkpoints/*.pt        the last two, checksummed; named by the step
+  tensorboard/            events
+  network.safetensors     the finished network, and network.json, its structure
+  record.json             the record (docs/records.md); there once the run is finished
+  report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import io
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from slimstart.errors import CheckpointError, ConfigError
+from slimstart.io import atomic, checkpoints
+from slimstart.lab import records
+from slimstart.lab.recipes import recipe as recipes
+from slimstart.lab.recipes.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+NUM_CHECKPOINTS = 2
+
+
+class Run:
+    """One run's folder. Every file in it is written atomically; a killed run leaves only whole ones."""
+
+    def __init__(self, folder: str | os.PathLike[str], made: Sequence[Path] = ()) -> None:
+        self.folder = Path(folder)
+        self._made = list(made)  # folders that exist for this run alone, from the inside out
+        self.config = self.folder / "config.toml"
+        self.metrics = self.folder / "metrics.csv"
+        self.record = self.folder / "record.json"
+        self.network = self.folder / "network.safetensors"
+        self.report = self.folder / "report.html"
+        self.tensorboard = self.folder / "tensorboard"
+        self._checkpoints = self.folder / "checkpoints"
+
+    @property
+    def exists(self) -> bool:
+        return self.config.is_file()
+
+    @property
+    def finished(self) -> bool:
+        return self.record.is_file()
+
+    def refuse_existing(self) -> None:
+        """Raise a ConfigError if there is a run already."""
+        if self.exists:
+            raise ConfigError(
+                f"{self.folder} holds a run already; add --resume to go on with it, or choose another --out"
+            )
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the folder, with the recipe in it; where several processes may try, do it within `locked`.
+
+        Raises:
+            ConfigError: there is a run already, or the folder cannot be written to.
+        """
+        self.refuse_existing()
+        try:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            atomic.write(self.config, recipes.as_toml(recipe).encode())
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
+
+    def recipe(self, own_model: str | None = None) -> Recipe:
+        """The recipe that the run was made with; see `recipe.read` for `own_model`."""
+        if not self.exists:
+            raise ConfigError(f"{self.folder} holds no run (there is no {self.config.name})")
+        return recipes.read(self.config, own_model)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing here; the lock goes when the process does, however it ends.
+
+        Makes the folder, and takes away again what was made if no run came of it.
+        """
+        self._made += _make(self.folder)
+        with self._lock_file() as lock:
+            try:
+                yield
+            finally:
+                if not self.exists:
+                    lock.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # somebody has put something there
+                        for folder in self._made:
+                            folder.rmdir()
+
+    @contextlib.contextmanager
+    def _lock_file(self) -> Iterator[Path]:
+        lock = self.folder / ".lock"
+        while True:
+            try:
+                file = lock.open("w")
+            except OSError as error:
+                raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
+            with file:
+                if not _lock(file):
+                    raise ConfigError(f"another process is writing to {self.folder}; wait for it, or stop it")
+                if _is(file, lock):
+                    yield lock
+                    return
+                # Its last holder has taken it away in the meantime: a lock that nobody else will ask for.
+
+    def write_metrics(self, history: Sequence[records.Epoch]) -> None:
+        """All rows anew: after a resume, rows that are to be repeated are gone."""
+        columns = [field.name for field in dataclasses.fields(records.Epoch) if field.name != "keep_probs"]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(epoch) for epoch in history)
+        atomic.write(self.metrics, text.getvalue().encode())
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Path]:
+        """The newest first."""
+        return sorted(self._checkpoints.glob("*.pt"), reverse=True)
+
+    def save(self, state: Mapping[str, Any], step: int) -> Path:
+        """Write a checkpoint, and then remove all but the last few."""
+        path = self._checkpoints / f"step-{step:09d}.pt"
+        checkpoints.write(state, path)
+        for old in [*self.checkpoints()[NUM_CHECKPOINTS:], *self._checkpoints.glob("*.partial")]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def latest(self) -> Mapping[str, Any] | None:
+        """The newest checkpoint that can be read; None if there never was one.
+
+        Raises:
+            CheckpointError: there are some, and all are damaged.
+        """
+        damaged: list[Path] = []
+        first: CheckpointError | None = None
+        for path in self.checkpoints():
+            try:
+                state = checkpoints.read(path)
+            except CheckpointError as error:
+                logger.warning("%s; going back to the one before", error)
+                damaged.append(path)
+                first = first or error
+                continue
+            for one in damaged:  # only now, when there is a good one: it must not count among the last few
+                one.rename(one.with_suffix(".damaged"))
+            return state
+        if first is not None:
+            raise CheckpointError(f"no checkpoint in {self._checkpoints} can be read; {first}")
+        return None
+
+
+def claim(folder: Path) -> Run:
+    """A run in this folder, or, where it is taken, in the first of folder-2, folder-3, ... that is not.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    parents = _make(folder.parent)
+    number = 1
+    while True:
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            candidate.mkdir()
+            return Run(candidate, made=[candidate, *parents])
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(f"{candidate} cannot be made: {error}; choose another --out") from error
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and those above it; returns the ones that were not there, from the inside out."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error}; choose another --out") from error
+    return missing
+
+
+def _is(file: IO[str], path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock(file: IO[str]) -> bool:
+    """Whether this process holds the file now; on Windows nobody asks."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""Time of a step: ours, the dense network's, and that of the hand-narrowed network with as many FLOPs, in one run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from slimstart.devices import device_of
+from slimstart.errors import BudgetError
+from slimstart.lab.methods import RELAXATIONS, uniform_of_flops
+from slimstart.lab.recipes.recipe import Recipe, merged
+from slimstart.lab.run.make_method import Batch, Loss, Search, sgd
+from slimstart.lab.run.task import Task
+from slimstart.lab.run.timed_steps import plain_step, search_step
+from slimstart.lab.run.timing import Step, Stopwatch, compare
+from slimstart.policies import get_policy
+from slimstart.policies.widths import ALIGN
+from slimstart.steps import PlainTraining
+
+logger = logging.getLogger(__name__)
+WARM_UP = 3  # steps, in which graphs are captured and room is made
+LONGEST = 10.0  # seconds, after which no new round begins
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds per step; what a method does not have is None. The optimizer and the resampling are in the total."""
+
+    total: float
+    forward: float
+    backward: float
+    dense: float | None
+    narrow: float | None
+
+
+def has_step_times(recipe: Recipe) -> bool:
+    """Whether there is one kind of step to measure; other methods train one network after the other."""
+    ours = recipe.method == "slimstart" and recipe.estimator not in RELAXATIONS
+    return ours or recipe.method in ("dense", "narrow")
+
+
+def measured(task: Task, own_flops: int) -> StepTimes | None:
+    """Step times beside those of the dense network and the hand-narrowed one, if they are wanted and can be had.
+
+    Args:
+        own_flops: of the finished network.
+    """
+    rounds = task.place.timing_rounds
+    if not rounds or not has_step_times(task.recipe) or task.ranks.size > 1:  # one rank alone cannot take a step
+        return None
+    batch = next(iter(task.data.train.epoch(0)))
+    try:
+        return step_times(task.recipe, task.make_model, batch, own_flops, task.dense.flops, task.place.engine, rounds)
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in f"{type(error).__name__} {error}".lower():
+            raise
+        # The dense network may not fit where ours does.
+        logger.warning("step times are not measured: the dense network beside ours needs more memory than there is")
+        return None
+
+
+def step_times(
+    recipe: Recipe,
+    make_model: Callable[[], nn.Module],
+    batch: Batch,
+    own_flops: int,
+    dense_flops: int,
+    engine: str = "auto",
+    rounds: int = 20,
+) -> StepTimes:
+    """Measure steps of fresh networks on one batch.
+
+    Args:
+        own_flops: of the finished network; the hand-narrowed one has as many.
+        dense_flops: of the dense one.
+        engine: of all of them.
+    """
+    steps: dict[str, Step] = {}
+    every = recipe.resample_every or 1
+    if recipe.full_model_device is None:  # otherwise it may be larger than the device
+        steps["dense"] = _plain_step(recipe, make_model(), batch, engine)
+    if recipe.method != "dense":
+        with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
+            small = _narrowed(make_model(), batch, own_flops, dense_flops, recipe.align or ALIGN)
+            steps["narrow"] = _plain_step(recipe, small, batch, engine)
+    if recipe.method == "slimstart":
+        # A policy that learns from gradients ends its search early: its steps are steps without draws.
+        draws = get_policy(recipe.policy).learns_from == "losses"
+        held_long = draws and every > 1  # then draws are made by hand, so that a held step makes none
+        endless = merged(recipe, {"resample_every": 1 if draws and not held_long else 10**9})
+        search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000, engine=engine)
+        if not draws:
+            search.sparse.settle([batch], search.loss_fn)
+        steps["slimstart"] = _search_step(search, batch, draw=held_long)
+        if held_long:
+            steps["held"] = _search_step(search, batch, draw=False)
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step(Stopwatch(batch[0].device, in_parts=False))
+    times = compare(steps, batch[0].device, rounds, LONGEST)
+    own = times[recipe.method]
+    if "held" in times:  # a window is one first step, and the rest are held
+        held = times["held"]
+        own = {lap: (time + (every - 1) * held[lap]) / every for lap, time in own.items()}
+    dense_ms, narrow_ms = (times[name]["total"] if name in times else None for name in ("dense", "narrow"))
+    return StepTimes(own["total"], own["forward"], own["backward"], dense_ms, narrow_ms)
+
+
+def _narrowed(model: nn.Module, batch: Batch, own_flops: int, dense_flops: int, align: int) -> nn.Module:
+    """The hand-narrowed network of so many FLOPs, on the device of the batch; the dense one is not kept."""
+    example = batch[0][:1].to(device_of(model))
+    return uniform_of_flops(model, example, own_flops, dense_flops, align).to(batch[0].device)
+
+
+def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch, engine: str) -> Step:
+    optimizer, loss_fn = sgd(recipe, network), Loss(recipe)
+    training = PlainTraining(network, optimizer, engine=engine)
+
+    def step(watch: Stopwatch) -> None:
+        if not watch.in_parts:
+            training.step(loss_fn, *batch)
+        else:
+            plain_step(network, optimizer, loss_fn, batch, watch)
+
+    return step
+
+
+def _search_step(search: Search, batch: Batch, draw: bool) -> Step:
+    """A step of Algorithm 1; `draw`: with the draw before it."""
+    sparse, loss_fn = search.sparse, search.loss_fn
+
+    def step(watch: Stopwatch) -> None:
+        if draw:
+            sparse.resample()
+            watch.lap("other")
+        if not watch.in_parts:
+            sparse.step(loss_fn, *batch)
+        else:
+            search_step(sparse, loss_fn, batch, watch)
+
+    return step

@@ -1,0 +1,112 @@
+"""What a run is about, before its first step: device, images, and the dense network that it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import nn
+
+from slimstart.distributed import synchronise_batch_norm
+from slimstart.distributed.process_group import ALONE, Ranks, gradient_bytes
+from slimstart.flop_counter import flops
+from slimstart.lab.data import ImageData, Share
+from slimstart.lab.recipes.recipe import Recipe, make_model
+from slimstart.lab.run import environment as surroundings
+from slimstart.lab.run.environment import Place
+from slimstart.lab.run.method import Batch
+from slimstart.lab.run.train_cost import first_layers
+
+NUM_CALIBRATION_BATCHES = 20
+
+
+@dataclass(frozen=True)
+class Dense:
+    """What the dense network costs.
+
+    Attributes:
+        flops: of one image.
+        step_flops: of a training step.
+        gradient_bytes: that ranks would exchange in a step.
+    """
+
+    flops: int
+    params: int
+    step_flops: int
+    gradient_bytes: int
+
+
+class Task:
+    """One recipe at one place.
+
+    Args:
+        recipe: what to train.
+        place: where.
+        ranks: the processes that train together; each has its share of every batch.
+        downloading: told how far a download is.
+
+    Attributes:
+        device: that trains.
+        home: of the dense network.
+        example: one image of zeros, on the device.
+        dense: known when the dense network has been made once.
+
+    Raises:
+        ConfigError, DataError: there is no such device, or there are no such data.
+    """
+
+    dense: Dense
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: Place,
+        ranks: Ranks = ALONE,
+        downloading: Callable[[int, int | None], None] | None = None,
+    ) -> None:
+        self.recipe, self.place, self.ranks = recipe, place, ranks
+        self.device = surroundings.find_device(place.device)
+        self.home = torch.device(recipe.full_model_device or self.device)
+        surroundings.set_precision(recipe.precision)
+        self.data = self._load_data(downloading)
+        self.steps_per_epoch = len(self.data.train)
+        self.example = torch.zeros(1, *self.data.image_shape, device=self.device)
+
+    def _load_data(self, downloading: Callable[[int, int | None], None] | None) -> ImageData:
+        """This rank's share; rank 0 goes first, which may have to download."""
+        share = Share(self.ranks.rank, self.ranks.size)
+
+        def load() -> ImageData:
+            return surroundings.load_data(self.recipe, self.place, self.device, downloading, share)
+
+        own = load() if share.rank == 0 else None
+        self.ranks.barrier()
+        return own or load()
+
+    def begin(self) -> nn.Module:
+        """The dense network, as the recipe's seed makes it."""
+        torch.manual_seed(self.recipe.seed)
+        model, example = self.make_model(), self.example.to(self.home)
+        own = flops(model, example)
+        saved = first_layers(model, example).input_gradient()
+        self.dense = Dense(
+            flops=own,
+            params=sum(parameter.numel() for parameter in model.parameters()),
+            step_flops=self.recipe.batch_size * (3 * own - saved),
+            gradient_bytes=gradient_bytes(model.parameters()),
+        )
+        return model
+
+    def make_model(self) -> nn.Module:
+        """The dense network, freshly initialised, at home."""
+        recipe, channels = self.recipe, self.data.image_shape[0]
+        model = make_model(recipe.model, num_classes=self.data.num_classes, in_channels=channels, width=recipe.width)
+        if self.ranks.size > 1 and self.place.batch_norm == "synchronised":
+            model = synchronise_batch_norm(model)
+        return surroundings.suited(model, self.home, self.device)
+
+    def calibration_batches(self) -> Iterator[Batch]:
+        """Training batches that belong to no epoch of the training."""
+        return islice(self.data.train.epoch(self.recipe.total_epochs), NUM_CALIBRATION_BATCHES)

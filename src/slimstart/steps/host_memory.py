@@ -1,0 +1,163 @@
+"""What a training needs where: a dense model that stays on the host, and its narrow networks on a device.
+
+Counted before anything is allocated, from the shapes alone, so that a model on the meta device will do:
+
+    with torch.device("meta"):
+        model = make_network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    print(slimstart.steps.host_memory.estimate(model, optimizer, Flops(0.05)))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from slimstart.devices import free_on_device
+from slimstart.narrow.optimizer_state import first_state
+from slimstart.policies import Budget, Channels
+
+NETWORKS = 4  # narrow weights on the device: the network, its gradients, the next one (in slots half), the reference
+STATES = 2  # narrow optimizer state there: of the network and of the next one
+PROOF = 4  # weights on the host in float32's size, while slices are proven: two copies in float64
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes, by kind. Activations are not among them: they depend on the batch.
+
+    Attributes:
+        weights: of the dense model, buffers included; on the host.
+        state: of the optimizer, dense; on the host.
+        proof: copies of the dense model on the host while it is traced, before there is any optimizer state.
+        subnet: of narrow networks and their optimizer state, on the device; about, from the budget.
+    """
+
+    weights: int
+    state: int
+    proof: int
+    subnet: int
+
+    @property
+    def host(self) -> int:
+        """The most that the host needs at a time."""
+        return self.weights + max(self.state, self.proof)
+
+    def __str__(self) -> str:
+        return (
+            f"dense weights {_size(self.weights)} and optimizer state {_size(self.state)} on the host "
+            f"({_size(self.host)} with copies, at most), about {_size(self.subnet)} for narrow networks on "
+            "the device"
+        )
+
+
+def estimate(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], budget: Budget | None = None) -> Needs:
+    """What a training with `full_model_device="cpu"` needs.
+
+    Args:
+        model: on any device, also meta.
+        optimizer: over its parameters, or several.
+        budget: without it, narrow networks count as if they were whole.
+    """
+    weights = _bytes([*model.parameters(), *model.buffers()])
+    state = 0
+    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+        for group in one.param_groups:
+            for dtype in {p.dtype for p in group["params"]}:
+                held = first_state(one, group, torch.zeros(1, dtype=dtype)).values()
+                per_entry = sum(value.element_size() for value in held if isinstance(value, Tensor) and value.dim() > 0)
+                state += per_entry * sum(p.numel() for p in group["params"] if p.dtype == dtype)
+    kept = 1.0 if budget is None else budget.fraction
+    if isinstance(budget, Channels):
+        kept *= budget.fraction  # a weight loses inputs and outputs
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    proof = PROOF * 4 * sum(p.numel() for p in floating)
+    return Needs(weights, state, proof, int(kept * (NETWORKS * weights + STATES * state)))
+
+
+def place(
+    model: nn.Module,
+    optimizer: Sequence[Optimizer],
+    example_inputs: Any,
+    budget: Budget | None,
+    full_model_device: Any,
+) -> torch.device | None:
+    """Where the narrow networks of a dense model on the host will be; None where all of it stays together.
+
+    Raises:
+        ValueError: the arguments contradict each other.
+        MemoryError: there is not enough of it; the message says how much is needed.
+    """
+    if full_model_device is None:
+        return None
+    if torch.device(full_model_device).type != "cpu":
+        raise ValueError(
+            f"`full_model_device` is {str(full_model_device)!r}; it must be 'cpu', or None for a dense model and its "
+            "narrow networks on one device"
+        )
+    needs = estimate(model, optimizer, budget)
+    where = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    _check_host(needs, to_come=needs.host - (0 if "meta" in where else needs.weights))
+    if "meta" in where:
+        raise ValueError(
+            f"`model` is on the meta device and has no values yet. It needs {needs}: build it on the CPU, or call "
+            "`model.to_empty(device='cpu')` and initialise it, and make the optimizer from it then"
+        )
+    if where != {"cpu"}:
+        raise ValueError(
+            f"`full_model_device` is 'cpu', but `model` is on {', '.join(sorted(where))}; build it on the CPU, and the "
+            "optimizer from it"
+        )
+    found = next((leaf.device for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor)), None)
+    if found is None:
+        raise ValueError("`example_inputs` holds no tensor; narrow networks will be on the device of its first one")
+    if found.type == "cuda":
+        _check_device(needs, found)
+    return found
+
+
+def on_host(example_inputs: Any) -> Any:
+    """Example inputs for a model on the host."""
+    return tree_map_only(Tensor, lambda tensor: tensor.cpu(), example_inputs)
+
+
+def _check_host(needs: Needs, to_come: int) -> None:
+    if to_come > (free := free_on_host()):
+        raise MemoryError(
+            f"this network cannot be held dense: {_size(to_come)} are still needed on the host and {_size(free)} are "
+            f"free. In all it needs {needs}. Make it narrower, or use an optimizer with less state"
+        )
+
+
+def _check_device(needs: Needs, device: torch.device) -> None:
+    if needs.subnet > (free := free_on_device(device)):
+        raise MemoryError(
+            f"narrow networks of this size do not fit: about {_size(needs.subnet)} are needed on {device}, without "
+            f"activations, and {_size(free)} are free. In all it needs {needs}. Lower the budget"
+        )
+
+
+def free_on_host() -> int:
+    """Bytes that a process can have now; memory that only caches files counts."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 100 else f"{count / 2**20:.2f} MiB"
