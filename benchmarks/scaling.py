@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart.distributed import data_parallel, joined
-from slimstart.distributed.process_group import Ranks
+from slimstart.distributed.process_group import ProcessGroup
 from slimstart.lab import models
 from slimstart.policies import Paper
 from slimstart.steps import PlainTraining
@@ -50,7 +50,7 @@ def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(images), labels)
 
 
-def measure(ranks: Ranks, name: str, budget: float, held: int, batch_size: int) -> dict[str, Any]:
+def measure(ranks: ProcessGroup, name: str, budget: float, held: int, batch_size: int) -> dict[str, Any]:
     """One row: steps of a network at a budget, 1.0 being plain dense training, held for so many steps."""
     torch.manual_seed(0)
     model = models.build(name, num_classes=10)
@@ -85,7 +85,7 @@ def measure(ranks: Ranks, name: str, budget: float, held: int, batch_size: int) 
     }
 
 
-def exchange(ranks: Ranks, num_bytes: int) -> float | None:
+def exchange(ranks: ProcessGroup, num_bytes: int) -> float | None:
     """Milliseconds of an all-reduce."""
     if ranks.size == 1:
         return None

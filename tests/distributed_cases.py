@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slimstart import EqualWorth, Flops, Paper, SparseTraining
 from slimstart.distributed import data_parallel, synchronise_batch_norm
-from slimstart.distributed.process_group import Ranks
+from slimstart.distributed.process_group import ProcessGroup
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run.environment import Place
 from slimstart.lab.run.program import Program
@@ -63,7 +63,7 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(images), labels)
 
 
-def batches(ranks: Ranks, num: int = 9, even: bool = False) -> list[tuple[Tensor, Tensor]]:
+def batches(ranks: ProcessGroup, num: int = 9, even: bool = False) -> list[tuple[Tensor, Tensor]]:
     """One process's shares. Unless `even`, every third batch is short, and no process has as much as another."""
     generator, found = torch.Generator().manual_seed(1), []
     for number in range(num):
@@ -96,7 +96,7 @@ def structure(sparse: SparseTraining) -> dict[str, int]:
 # --- many processes are one ------------------------------------------------------------------------------------------
 
 
-def sparse_training(ranks: Ranks, norm: str, **settings: Any) -> dict[str, Any]:
+def sparse_training(ranks: ProcessGroup, norm: str, **settings: Any) -> dict[str, Any]:
     """A search by `step`, settled, trained on, finished."""
     model = network(norm)
     if ranks.size > 1:
@@ -122,7 +122,7 @@ def sparse_training(ranks: Ranks, norm: str, **settings: Any) -> dict[str, Any]:
     return found
 
 
-def plain_training(ranks: Ranks, norm: str) -> dict[str, Any]:
+def plain_training(ranks: ProcessGroup, norm: str) -> dict[str, Any]:
     model = network(norm)
     runs = data_parallel(synchronise_batch_norm(model)) if ranks.size > 1 else model
     training = PlainTraining(runs, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -130,7 +130,7 @@ def plain_training(ranks: Ranks, norm: str) -> dict[str, Any]:
     return {"losses": losses, "model": state(model), "count": training.num_examples}
 
 
-def by_hand(ranks: Ranks) -> dict[str, Any]:
+def by_hand(ranks: ProcessGroup) -> dict[str, Any]:
     """The paper's policy in a loop by hand; only even batches, whose gradients need no weights."""
     model = network("none")
     optimizer = sgd(model)
@@ -148,7 +148,7 @@ def by_hand(ranks: Ranks) -> dict[str, Any]:
     return {"model": state(model), "dense": sparse.state_dict()["model"], "s": sparse.keep_probs, "masks": masks}
 
 
-CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+CASES: dict[str, Callable[[ProcessGroup], dict[str, Any]]] = {
     "no norm": lambda ranks: sparse_training(ranks, "none"),
     "batch norm, padded": lambda ranks: sparse_training(ranks, "batch", align=4),
     "equal worth": lambda ranks: sparse_training(ranks, "batch", policy=WIDTHS, total_steps=45),
@@ -162,7 +162,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
 }
 
 
-def several(ranks: Ranks, names: Sequence[str]) -> dict[str, Any]:
+def several(ranks: ProcessGroup, names: Sequence[str]) -> dict[str, Any]:
     """One set of processes for many cases."""
     return {name: CASES[name](ranks) for name in names}
 
@@ -176,7 +176,9 @@ WAYS = [
 ]
 
 
-def train_widths(ranks: Ranks, order: str, given: str, loop: str, num: int = 14, **options: Any) -> dict[str, Any]:
+def train_widths(
+    ranks: ProcessGroup, order: str, given: str, loop: str, num: int = 14, **options: Any
+) -> dict[str, Any]:
     """Widths are learned from gradients, in the user's plain loop or by `step`."""
     model = network("batch")
     if ranks.size > 1:
@@ -212,7 +214,7 @@ def train_widths(ranks: Ranks, order: str, given: str, loop: str, num: int = 14,
     return found | {"model": state(model)}
 
 
-def compiled(ranks: Ranks, order: str) -> dict[str, Any]:
+def compiled(ranks: ProcessGroup, order: str) -> dict[str, Any]:
     """`torch.compile` around the wrapper, or inside it."""
     model, counter = network("none"), CompileCounter()
     optimizer = sgd(model)
@@ -231,11 +233,11 @@ def compiled(ranks: Ranks, order: str) -> dict[str, Any]:
     return {"dense": dense, "processes": sparse.process_group.size, "compiled": counter.frame_count}
 
 
-def all_ways(ranks: Ranks) -> dict[str, Any]:
+def all_ways(ranks: ProcessGroup) -> dict[str, Any]:
     return {" ".join(way): train_widths(ranks, *way) for way in WAYS}
 
 
-def batch_norm_of_each(ranks: Ranks) -> dict[str, Any]:
+def batch_norm_of_each(ranks: ProcessGroup) -> dict[str, Any]:
     """Plain batch norm in the plain loop: each process has statistics of its own, until they are stored."""
     found = {}
     for name, options in {"sync": {}, "no sync": {"broadcast_buffers": False}}.items():
@@ -286,7 +288,7 @@ def counting(net: DistributedDataParallel) -> list[int]:
     return sent
 
 
-def with_options(ranks: Ranks, options: dict[str, Any], partly: bool = False) -> dict[str, Any]:
+def with_options(ranks: ProcessGroup, options: dict[str, Any], partly: bool = False) -> dict[str, Any]:
     """What is exchanged at every step over several changes, and what the wrapper says of itself."""
     torch.manual_seed(0)
     model: Any = Partly().double() if partly else network("none")
@@ -311,7 +313,7 @@ def with_options(ranks: Ranks, options: dict[str, Any], partly: bool = False) ->
     return found | {"model": state(model), "dense_bytes": sparse.dense_gradient_bytes}
 
 
-def all_options(ranks: Ranks) -> dict[str, Any]:
+def all_options(ranks: ProcessGroup) -> dict[str, Any]:
     return {
         "none": with_options(ranks, {}),
         "gradient_as_bucket_view": with_options(ranks, {"gradient_as_bucket_view": True}),
@@ -322,7 +324,7 @@ def all_options(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def hooks_of_pytorch(ranks: Ranks) -> dict[str, Any]:
+def hooks_of_pytorch(ranks: ProcessGroup) -> dict[str, Any]:
     """A built-in hook, whose gradients are rounded to float16, and PowerSGD, which keeps tensors of its own."""
     found: dict[str, Any] = {}
     for name in ("built in", "power"):
@@ -351,7 +353,7 @@ def hooks_of_pytorch(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def refused(ranks: Ranks) -> dict[str, list[str]]:
+def refused(ranks: ProcessGroup) -> dict[str, list[str]]:
     """Options that cannot follow, when the wrapper comes before, and when it comes after."""
     half = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     found: dict[str, list[str]] = {}
@@ -380,7 +382,7 @@ def refused(ranks: Ranks) -> dict[str, list[str]]:
     return found
 
 
-def accumulated(ranks: Ranks) -> dict[str, Any]:
+def accumulated(ranks: ProcessGroup) -> dict[str, Any]:
     """Two halves of a batch, of which only the second exchanges gradients."""
     model = network("none")
     optimizer = sgd(model)
@@ -398,7 +400,7 @@ def accumulated(ranks: Ranks) -> dict[str, Any]:
 # --- processes begin alike -------------------------------------------------------------------------------------------
 
 
-def other_seeds(ranks: Ranks, loop: str, order: str) -> dict[str, Any]:
+def other_seeds(ranks: ProcessGroup, loop: str, order: str) -> dict[str, Any]:
     """Processes with different weights; after a first step, of learning rate zero, all have those of process 0."""
     model = network("batch", seed=ranks.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -417,7 +419,7 @@ def other_seeds(ranks: Ranks, loop: str, order: str) -> dict[str, Any]:
     return kept | {"narrow": {k: v for k, v in state(model).items() if k in dict(model.named_parameters())}}
 
 
-def per_rank_batch_norm(ranks: Ranks) -> dict[str, Any]:
+def per_rank_batch_norm(ranks: ProcessGroup) -> dict[str, Any]:
     """Statistics of each process's own examples: what is kept of them is alike on all processes."""
     model = network("batch")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -431,7 +433,7 @@ def per_rank_batch_norm(ranks: Ranks) -> dict[str, Any]:
     return {"mean": model.norm1.running_mean.clone(), "stems": every, "state": state(model)}
 
 
-def batch_norm_layer(ranks: Ranks) -> dict[str, Any]:
+def batch_norm_layer(ranks: ProcessGroup) -> dict[str, Any]:
     """Layers of other kinds than the networks have, alone; the loss is a sum, so that no weights are needed."""
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(5, 3, 4, generator=generator, dtype=torch.float64)
@@ -454,7 +456,7 @@ def batch_norm_layer(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def too_little(ranks: Ranks) -> str:
+def too_little(ranks: ProcessGroup) -> str:
     layer = synchronise_batch_norm(nn.BatchNorm1d(3))
     try:
         layer(torch.zeros(1 - ranks.rank, 3))  # one value, on one of the processes
@@ -466,7 +468,7 @@ def too_little(ranks: Ranks) -> str:
 # --- the structure's gradient, enumerated ----------------------------------------------------------------------------
 
 
-def enumerated(ranks: Ranks) -> Tensor:
+def enumerated(ranks: ProcessGroup) -> Tensor:
     """The mean over all draws of the estimator of two processes, whose masks have any losses, and counts 3 and 5."""
     s, num_units = torch.tensor([0.3, 0.6], dtype=torch.float64), 2
     masks = torch.tensor(list(itertools.product([False, True], repeat=num_units)))
@@ -497,7 +499,7 @@ def prepare_fails() -> Iterator[None]:
         Networks.prepare = original  # type: ignore[method-assign]
 
 
-def one_cannot_change(ranks: Ranks, policy: str) -> dict[str, Any]:
+def one_cannot_change(ranks: ProcessGroup, policy: str) -> dict[str, Any]:
     """On process 1 a change cannot be prepared; afterwards both go on."""
     model = synchronise_batch_norm(network("batch"))
     optimizer = sgd(model)
@@ -539,7 +541,7 @@ def one_cannot_change(ranks: Ranks, policy: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def out_of_step(ranks: Ranks, what: str, **settings: Any) -> str:
+def out_of_step(ranks: ProcessGroup, what: str, **settings: Any) -> str:
     """Processes that differ: in their seeds, in how far they are, or in a weight that only one of them has changed."""
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -558,11 +560,11 @@ def out_of_step(ranks: Ranks, what: str, **settings: Any) -> str:
     return "unseen"
 
 
-def out_of_step_on_the_host(ranks: Ranks) -> str:
+def out_of_step_on_the_host(ranks: ProcessGroup) -> str:
     return out_of_step(ranks, "weight", full_model_device="cpu")
 
 
-def out_of_reach(ranks: Ranks) -> str:
+def out_of_reach(ranks: ProcessGroup) -> str:
     """A group that exchanges tensors on GPUs alone, and a dense model on the host."""
     model = synchronise_batch_norm(network("batch"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -573,12 +575,12 @@ def out_of_reach(ranks: Ranks) -> str:
     return "reached"
 
 
-def wrapped_late(ranks: Ranks) -> dict[str, Any]:
+def wrapped_late(ranks: ProcessGroup) -> dict[str, Any]:
     """A wrapper made after the first steps is found at the next change; one around another module is refused."""
     model = network("none")
     optimizer = sgd(model)
     sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
-    whole = batches(Ranks(), 6)
+    whole = batches(ProcessGroup(), 6)
     sparse.step(cross_entropy, *whole[0])
     alone = sparse.process_group.size
     net = wrapped(model)
@@ -598,7 +600,7 @@ def wrapped_late(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def first_fails(ranks: Ranks) -> tuple[str, float]:
+def first_fails(ranks: ProcessGroup) -> tuple[str, float]:
     assert ranks.first(lambda: ranks.rank) == 0
     assert ranks.any(ranks.rank == 1, False) == (True, False)
     try:
@@ -608,7 +610,7 @@ def first_fails(ranks: Ranks) -> tuple[str, float]:
     return "", -1
 
 
-def lost(ranks: Ranks, how: int, loop: str) -> tuple[str, float]:
+def lost(ranks: ProcessGroup, how: int, loop: str) -> tuple[str, float]:
     """The last process is killed, or stops answering; the others train on, and must find out."""
     model = network("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -636,7 +638,7 @@ def lost(ranks: Ranks, how: int, loop: str) -> tuple[str, float]:
 # --- the program -----------------------------------------------------------------------------------------------------
 
 
-def program(ranks: Ranks, folder: Path, recipe: Recipe, checkpoint_seconds: float = 1e9) -> Any:
+def program(ranks: ProcessGroup, folder: Path, recipe: Recipe, checkpoint_seconds: float = 1e9) -> Any:
     run = Run(folder)
     place = Place(device="cpu", timing_rounds=0, checkpoint_seconds=checkpoint_seconds)
     trained = Program(recipe, run, place, ranks=ranks)
@@ -646,7 +648,7 @@ def program(ranks: Ranks, folder: Path, recipe: Recipe, checkpoint_seconds: floa
     return trained.train()
 
 
-def killed_program(ranks: Ranks, folder: Path, recipe: Recipe) -> Any:
+def killed_program(ranks: ProcessGroup, folder: Path, recipe: Recipe) -> Any:
     """The same, with a network that ends process 1 after four steps."""
     os.environ.update(killing(folder), RANK=str(ranks.rank), TORCHELASTIC_RESTART_COUNT="0")
     return program(ranks, folder, recipe, checkpoint_seconds=0)

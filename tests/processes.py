@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slimstart.distributed.process_group import Ranks
+from slimstart.distributed.process_group import ProcessGroup
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.distributed_cases"])
@@ -71,7 +71,7 @@ def _run(
     limit = timedelta(seconds=patience)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
-        outcome = case(Ranks(weakref.ref(dist.group.WORLD)), *arguments)
+        outcome = case(ProcessGroup(weakref.ref(dist.group.WORLD)), *arguments)
     except Exception as error:
         traceback.print_exc()
         outcome = error

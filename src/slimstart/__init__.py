@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slimstart.errors import ExportError as ExportError
     from slimstart.errors import NonFiniteLossError as NonFiniteLossError
     from slimstart.errors import OptimizerStateError as OptimizerStateError
-    from slimstart.errors import RankError as RankError
+    from slimstart.errors import ProcessGroupError as ProcessGroupError
     from slimstart.errors import RecordError as RecordError
     from slimstart.errors import SlimstartError as SlimstartError
     from slimstart.errors import TraceError as TraceError
@@ -46,7 +46,7 @@ _HOME = {
     "flop_counter": ("flops",),
     "errors": (
         "BudgetError", "CheckpointError", "ConfigError", "DataError", "DesynchronisedError", "ExportError",
-        "NonFiniteLossError", "OptimizerStateError", "RankError", "RecordError", "SlimstartError", "TraceError",
+        "NonFiniteLossError", "OptimizerStateError", "ProcessGroupError", "RecordError", "SlimstartError", "TraceError",
     ),
     "io.network_files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "trace"),

@@ -43,7 +43,7 @@ class RecordError(SlimstartError, ValueError):
     """A file is not the record of a run, or not of this schema."""
 
 
-class RankError(SlimstartError, RuntimeError):
+class ProcessGroupError(SlimstartError, RuntimeError):
     """One of the processes that train together has fallen out, or has failed."""
 
 

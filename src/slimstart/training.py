@@ -32,8 +32,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from slimstart.devices import device_of
-from slimstart.distributed.process_group import Ranks, gradient_bytes, num_examples, reporting, running_statistics
-from slimstart.errors import CheckpointError, RankError, TraceError
+from slimstart.distributed.process_group import (
+    ProcessGroup,
+    gradient_bytes,
+    num_examples,
+    reporting,
+    running_statistics,
+)
+from slimstart.errors import CheckpointError, ProcessGroupError, TraceError
 from slimstart.flop_counter import flops as count_flops
 from slimstart.graph import ChannelGraph
 from slimstart.io import checkpoints
@@ -175,7 +181,7 @@ class SparseTraining(Stepping):
         with uncompiled():
             self.graph: ChannelGraph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep)
         if self.graph.num_units == 0:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.left_whole.items(), 5))
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.not_prunable.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that are followed'})")
         if not held_by(self._optimizers) & {id(p) for n, p in self.model.named_parameters() if n in self.graph.tensors}:
             raise ValueError(
@@ -203,7 +209,7 @@ class SparseTraining(Stepping):
         self._joined = False
         self._known_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # of which a warning has been given
         self._num_untold = 0  # steps whose losses have not been given to `update`
-        self.process_group: Ranks = process_group([])
+        self.process_group: ProcessGroup = process_group([])
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
         parts = assemble(
             self.model, self._optimizers, self.graph, self.policy, self.learner, self._backward, engine, device
@@ -444,7 +450,7 @@ class SparseTraining(Stepping):
         if problem is not None:
             raise problem
         if failed:
-            raise RankError("another process could not change its structure, so none did; look for its error")
+            raise ProcessGroupError("another process could not change its structure, so none did; look for its error")
         return change
 
     def _commit(self, change: Change, progress: Progress) -> None:

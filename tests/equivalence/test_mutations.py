@@ -275,7 +275,7 @@ def reversed_rows(monkeypatch, module):
 
 
 @pytest.mark.parametrize(("module", "layer"), [("bn", "stem"), ("bn1", "conv1"), ("bn2", "conv2")])
-def test_exactly_the_broken_group_is_left_whole(module, layer, monkeypatch, caplog):
+def test_exactly_the_broken_group_is_not_prunable(module, layer, monkeypatch, caplog):
     model = make()
     right = trace_verified(model, IMAGE, "filter")
     assert [group.layers for group in right.groups] == [("stem",), ("conv1",), ("conv2",), ("point",)]
@@ -285,14 +285,14 @@ def test_exactly_the_broken_group_is_left_whole(module, layer, monkeypatch, capl
     with caplog.at_level(logging.WARNING, logger="slimstart"):
         graph = trace_verified(model, IMAGE, "filter")
     assert [group.name for group in graph.groups] == [n for n in ("stem", "conv1", "conv2", "point") if n != layer]
-    assert graph.left_whole.keys() == {layer, "fc"}
-    assert graph.left_whole[layer].startswith("its slices could not be proven right: the narrow network")
+    assert graph.not_prunable.keys() == {layer, "fc"}
+    assert graph.not_prunable[layer].startswith("its slices could not be proven right: the narrow network")
     assert f"{layer} is left whole: its slices could not be proven right" in caplog.text
     assert len(caplog.records) == 1
     assert prove(model, graph, IMAGE).max_error < 1e-10
 
 
-def test_everything_broken_is_left_whole(monkeypatch):
+def test_everything_broken_is_not_prunable(monkeypatch):
     right = RULES["convolution"]
 
     def wrong(tracer, call):
@@ -306,7 +306,7 @@ def test_everything_broken_is_left_whole(monkeypatch):
     model = make()
     graph = trace_verified(model, IMAGE, "filter")
     assert graph.num_units == 0
-    assert {"stem", "conv1", "conv2", "point"} <= graph.left_whole.keys()
+    assert {"stem", "conv1", "conv2", "point"} <= graph.not_prunable.keys()
     assert graph.groups == ()
     assert slimstart.flops(slimstart.compact(model, graph.select(torch.ones(0))), IMAGE) == slimstart.flops(
         model, IMAGE

@@ -115,7 +115,7 @@ def test_what_must_stay_whole_does(name, coupling):
     smallest = slimstart.compact(model, graph.select(torch.zeros(graph.num_units, dtype=torch.bool)))
     for layer in set(ZOO[name].whole) - (WRITERS_OF_WHOLE_STREAMS.get(name, set()) if coupling == "filter" else set()):
         assert not any(layer in group.layers for group in graph.groups), layer
-        assert any(whole == layer or whole.startswith(layer + ".") for whole in graph.left_whole), layer
+        assert any(whole == layer or whole.startswith(layer + ".") for whole in graph.not_prunable), layer
         weights = [n for n, p in model.named_parameters() if n.startswith(layer + ".") and p.dim() > 1]
         assert weights
         dim = 1 if isinstance(model.get_submodule(layer), nn.Embedding) else 0
@@ -153,9 +153,9 @@ def test_filters_groups_and_units_agree(name, coupling):
         assert group.num_filters == int(graph.costs.unit_filters[group.units.start : group.units.stop].sum())
         for layer in group.layers:
             assert set(graph.filters[layer].tolist()) & set(group.units), layer
-            assert layer not in graph.left_whole
+            assert layer not in graph.not_prunable
     for layer, units in graph.filters.items():
-        assert (layer in graph.left_whole) == bool((units < 0).all()), layer
+        assert (layer in graph.not_prunable) == bool((units < 0).all()), layer
 
 
 # --- against the network with hooks ----------------------------------------------------------------------------------
@@ -657,21 +657,21 @@ def test_evaluation_without_gradients(name):
 )
 def test_reasons(name, layer, reason, coupling):
     _, _, graph = traced(name, coupling)
-    assert reason in graph.left_whole[layer]
+    assert reason in graph.not_prunable[layer]
 
 
 @pytest.mark.parametrize("name", ["multihead_attention", "encoder_stack", "functional_linear"])
 def test_a_module_whose_parameters_are_used_is_reached(name):
     _, _, graph = traced(name, "filter")
-    assert not any("not reached" in reason for reason in graph.left_whole.values())
+    assert not any("not reached" in reason for reason in graph.not_prunable.values())
 
 
 def test_every_reason_names_something_of_the_model():
     for name, coupling in itertools.product(ZOO, COUPLINGS):
         model, _, graph = traced(name, coupling)
         known = {n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-        assert graph.left_whole.keys() <= known - {""}, name
-        assert all(graph.left_whole.values()), name
+        assert graph.not_prunable.keys() <= known - {""}, name
+        assert all(graph.not_prunable.values()), name
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -695,9 +695,9 @@ def test_keep(keep, whole, coupling):
         units = graph.filters[layer]
         assert bool((units < 0).all()) == (layer in whole), layer
         if layer in whole:
-            assert graph.left_whole[layer] == "asked for by `keep`"
+            assert graph.not_prunable[layer] == "asked for by `keep`"
         else:
-            assert layer not in graph.left_whole
+            assert layer not in graph.not_prunable
             assert int(units.min()) >= 0
     assert slimstart.verify(model, inputs, coupling, keep).max_error < TOLERANCE
     smallest = slimstart.compact(model, graph.select(torch.zeros(graph.num_units, dtype=torch.bool)))

@@ -714,10 +714,10 @@ def masks_differ(one: SparseTraining, other: SparseTraining) -> bool:
     return not torch.equal(one.mask, other.mask)
 
 
-ALONE: list[dict[str, Any]] = [*MUTATED, {"policy": "paper", "coupling": "stream", "optimizer": "adamw"}]
+SINGLE_PROCESS: list[dict[str, Any]] = [*MUTATED, {"policy": "paper", "coupling": "stream", "optimizer": "adamw"}]
 
 
-@pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
 @pytest.mark.parametrize("order", list(permutations(["model", "optimizer", "sparse"])), ids=" ".join)
 def test_the_three_dicts_are_loaded_in_any_order(
     order: tuple[str, ...], options: dict[str, Any], differences: Any
@@ -738,7 +738,7 @@ def test_the_three_dicts_are_loaded_in_any_order(
     assert differences(end, everything(fresh)) == []
 
 
-@pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
 @pytest.mark.parametrize("settled", [False, True], ids=["searching", "settled"])
 def test_the_model_alone_is_good_for_evaluation_and_the_end(
     settled: bool, options: dict[str, Any], differences: Any, caplog: pytest.LogCaptureFixture
@@ -784,7 +784,7 @@ def test_the_model_alone_is_good_for_evaluation_and_the_end(
     fresh.optimizer.step()
 
 
-@pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
 def test_an_optimizer_alone_of_another_structure(options: dict[str, Any], differences: Any) -> None:
     sparse, fresh = advanced(num_steps=10, **options), training(seed=9, **options)
     assert masks_differ(sparse, fresh)  # though shapes may be the same: those of padded networks are here
@@ -822,7 +822,7 @@ def test_after_one_alone_the_whole_can_be_loaded(name: str, differences: Any) ->
     assert differences(expected, run_on(fresh)) == []
 
 
-@pytest.mark.parametrize("options", ALONE, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
 def test_narrow_dicts_of_the_present_structure_are_loaded_like_any_other(
     options: dict[str, Any], differences: Any
 ) -> None:

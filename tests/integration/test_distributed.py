@@ -20,8 +20,8 @@ from torch import nn
 import slimstart
 from examples import distributed_training
 from slimstart.distributed import joined, synchronise_batch_norm
-from slimstart.distributed.process_group import ALONE, Ranks, reporting
-from slimstart.errors import ConfigError, DesynchronisedError, RankError
+from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup, reporting
+from slimstart.errors import ConfigError, DesynchronisedError, ProcessGroupError
 from slimstart.lab import records
 from slimstart.lab.cli import main
 from slimstart.lab.data import Share, load
@@ -71,7 +71,7 @@ def test_two_processes_are_one(names: list[str], differences: Callable[[Any, Any
     first, second = in_all(cases.several, names)
     assert differences(first, second) == []
     for name, found in first.items():
-        assert far(cases.CASES[name](ALONE), found) == [], name
+        assert far(cases.CASES[name](SINGLE_PROCESS), found) == [], name
 
 
 @pytest.mark.slow
@@ -80,13 +80,13 @@ def test_four_processes_are_one(differences: Callable[[Any, Any], list[str]]) ->
     for other in others:
         assert differences(first, other) == []
     for name, found in first.items():
-        assert far(cases.CASES[name](ALONE), found) == [], name
+        assert far(cases.CASES[name](SINGLE_PROCESS), found) == [], name
 
 
 def test_a_wrapper_may_come_before_or_after_and_be_given_or_not(differences: Callable[[Any, Any], list[str]]) -> None:
     first, second = in_all(cases.all_ways)
     assert differences(first, second) == []
-    alone = {loop: cases.train_widths(ALONE, "after", "module", loop) for loop in ("own loop", "step")}
+    alone = {loop: cases.train_widths(SINGLE_PROCESS, "after", "module", loop) for loop in ("own loop", "step")}
     assert differences(alone["own loop"], alone["step"]) == []
     for order, given, loop in cases.WAYS:
         found = first[f"{order} {given} {loop}"]
@@ -103,13 +103,13 @@ def test_a_wrapper_may_be_compiled(order: str, differences: Callable[[Any, Any],
     assert differences(first, second) == []
     assert first["processes"] == 2
     assert first["compiled"] > 1
-    assert far(cases.compiled(ALONE, "alone")["dense"], first["dense"]) == []
+    assert far(cases.compiled(SINGLE_PROCESS, "alone")["dense"], first["dense"]) == []
 
 
 def test_gradients_may_be_accumulated_without_exchange(differences: Callable[[Any, Any], list[str]]) -> None:
     first, second = in_all(cases.accumulated)
     assert differences(first, second) == []
-    alone = cases.accumulated(ALONE)
+    alone = cases.accumulated(SINGLE_PROCESS)
     assert alone["changes"] == 5
     assert far(alone, first) == []
 
@@ -204,7 +204,7 @@ def test_a_late_wrapper_is_found_and_one_around_more_is_refused(
 
 
 def test_synchronised_batch_norm_is_that_of_the_whole() -> None:
-    alone = cases.batch_norm_layer(ALONE)
+    alone = cases.batch_norm_layer(SINGLE_PROCESS)
     for found in on_ranks(2, cases.batch_norm_layer):
         assert far(alone, found) == []
     assert all("more than one value per channel" in error for error in on_ranks(2, cases.too_little))
@@ -221,7 +221,7 @@ def test_synchronised_batch_norm_is_traced_like_any_other() -> None:
     assert slimstart.trace(together, cases.EXAMPLE).digest == graph.digest
     small = slimstart.compact(together, graph.select(torch.arange(graph.num_units) % 2 == 0))
     assert small.norm2.num_features == 4
-    assert slimstart.recalibrate(small, [cases.batches(ALONE)[0]], cases.cross_entropy) == 1
+    assert slimstart.recalibrate(small, [cases.batches(SINGLE_PROCESS)[0]], cases.cross_entropy) == 1
 
 
 def test_the_structure_gradient_over_processes_is_exact() -> None:
@@ -242,7 +242,7 @@ def test_a_change_that_one_cannot_make_is_made_by_none(
 ) -> None:
     first, second = in_all(cases.one_cannot_change, policy)
     assert first.pop("error") == (
-        "RankError: another process could not change its structure, so none did; look for its error"
+        "ProcessGroupError: another process could not change its structure, so none did; look for its error"
     )
     assert second.pop("error") == "MemoryError: no room for the next structure"
     assert differences(first, second) == []
@@ -307,7 +307,7 @@ def test_a_process_that_is_killed_ends_the_others(loop: str) -> None:
     *found, gone = on_ranks(3 if loop == "step" else 2, cases.lost, signal.SIGKILL, loop)
     assert gone is None
     for error, seconds in found:
-        assert re.match("RankError: another rank has fallen out", error), error
+        assert re.match("ProcessGroupError: another rank has fallen out", error), error
         assert seconds < 10
 
 
@@ -315,15 +315,15 @@ def test_a_process_that_is_killed_ends_the_others(loop: str) -> None:
 def test_a_process_that_does_not_answer_ends_the_others() -> None:
     (error, seconds), gone = on_ranks(2, cases.lost, signal.SIGSTOP, "step", timeout=4, patience=1.5)
     assert isinstance(gone, TimeoutError)
-    assert re.match("RankError: another rank has fallen out", error), error
+    assert re.match("ProcessGroupError: another rank has fallen out", error), error
     assert 1.4 < seconds < 4
 
 
 def test_other_errors_are_left_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="mine") as caught, reporting():
         raise RuntimeError("mine")
-    assert not isinstance(caught.value, RankError)
-    with pytest.raises(RankError, match="fallen out"), reporting():
+    assert not isinstance(caught.value, ProcessGroupError)
+    with pytest.raises(ProcessGroupError, match="fallen out"), reporting():
         raise RuntimeError("[gloo/pair.cc] Connection closed by peer")
 
 
@@ -331,8 +331,8 @@ def test_a_group_that_is_gone_is_said_to_be() -> None:
     class Group:
         pass
 
-    with pytest.raises(RankError, match="has been destroyed"):
-        Ranks(weakref.ref(Group())).group  # noqa: B018
+    with pytest.raises(ProcessGroupError, match="has been destroyed"):
+        ProcessGroup(weakref.ref(Group())).group  # noqa: B018
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def torchrun(size: int, *arguments: str, **environment: str) -> subprocess.Compl
 
 def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     error, gone = on_ranks(2, cases.killed_program, tmp_path / "killed", RECIPE)
-    assert isinstance(error, RankError)
+    assert isinstance(error, ProcessGroupError)
     assert gone is None
     assert [path.stem for path in Run(tmp_path / "killed").checkpoints()] == ["step-000000004", "step-000000003"]
     for folder in ("killed", "whole"):
@@ -402,7 +402,7 @@ def test_the_program_on_two_ranks_is_that_on_one(tmp_path: Path) -> None:
     recipe = merged(RECIPE, {"model": "tests.distributed_cases:without_dropout", "epochs": 1, "settle_at": 1.0})
     for method in ("slimstart", "narrow"):
         chosen = merged(recipe, {"method": method})
-        one = cases.program(ALONE, tmp_path / f"{method}-1", chosen)
+        one = cases.program(SINGLE_PROCESS, tmp_path / f"{method}-1", chosen)
         two, _ = on_ranks(2, cases.program, tmp_path / f"{method}-2", chosen)
         assert isinstance(two, records.Record), two
         assert (two.ranks, one.ranks) == (2, None)
@@ -465,4 +465,4 @@ def test_what_cannot_be_done_by_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="each of 2 processes"):
         load("fashion", batch_size=1, share=Share(1, 2))
     with joined() as ranks:
-        assert ranks is ALONE
+        assert ranks is SINGLE_PROCESS

@@ -77,5 +77,5 @@ def test_the_graph_does_not_depend_on_the_device(name):
     here = slimstart.trace(model, inputs)
     there = slimstart.trace(model.cuda(), on_gpu(inputs))
     assert here.num_units == there.num_units
-    assert here.left_whole.keys() == there.left_whole.keys()
+    assert here.not_prunable.keys() == there.not_prunable.keys()
     assert slimstart.verify(model, on_gpu(inputs), num_masks=1).max_error < 1e-8

@@ -805,7 +805,7 @@ def test_a_checkpoint_of_other_units_or_another_budget() -> None:
     assert narrow.expected_cost <= 0.3 + 1e-12
 
 
-def test_keep_may_be_a_generator_and_a_layer_by_size_is_left_whole() -> None:
+def test_keep_may_be_a_generator_and_a_layer_by_size_is_not_prunable() -> None:
     class BySize(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -819,9 +819,9 @@ def test_keep_may_be_a_generator_and_a_layer_by_size_is_left_whole() -> None:
                 x = self.again(x)
             return self.fc(x.mean((2, 3)))
 
-    assert "used as a number" in slimstart.trace(BySize(), IMAGES).left_whole["conv"]
+    assert "used as a number" in slimstart.trace(BySize(), IMAGES).not_prunable["conv"]
     _, _, sparse = make_training(keep=(name for name in ["0"]))
-    assert sparse.graph.left_whole["0"] == "asked for by `keep`"
+    assert sparse.graph.not_prunable["0"] == "asked for by `keep`"
 
 
 def test_what_is_not_reached_is_reported_and_single_examples_are_traced_in_training(
@@ -841,7 +841,7 @@ def test_what_is_not_reached_is_reported_and_single_examples_are_traced_in_train
     with caplog.at_level(logging.WARNING):
         graph = slimstart.trace(Branches(), torch.randn(1, 6))
     assert not caplog.records
-    assert graph.left_whole["no"] == "not reached with `example_inputs`"
+    assert graph.not_prunable["no"] == "not reached with `example_inputs`"
     assert "auxiliary.weight" in graph.tensors
 
 

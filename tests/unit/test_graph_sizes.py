@@ -223,7 +223,7 @@ def test_what_cannot_follow_stays_whole_and_says_what_to_do(forward, coupling):
     report = slimstart.verify(model, inputs, coupling)
     assert report.max_error < 1e-10
     assert not any(module == "attention" for module, _ in report.graph.attributes)
-    reason = report.graph.left_whole["attention.qkv" if "attention.qkv" in report.graph.filters else "attention.q"]
+    reason = report.graph.not_prunable["attention.qkv" if "attention.qkv" in report.graph.filters else "attention.q"]
     assert reason.startswith("it is reshaped to fixed sizes in attention (write -1 for the size that shrinks, or take")
 
 
@@ -266,8 +266,8 @@ class OnlyLookedAt(nn.Module):
 
 
 def test_a_layer_is_reached_if_its_weight_is_used():
-    left_whole = slimstart.trace(OnlyLookedAt(), torch.randn(3, 4)).left_whole
-    unreached = {name for name, reason in left_whole.items() if reason == "not reached with `example_inputs`"}
+    not_prunable = slimstart.trace(OnlyLookedAt(), torch.randn(3, 4)).not_prunable
+    unreached = {name for name, reason in not_prunable.items() if reason == "not reached with `example_inputs`"}
     assert unreached == {"looked_at"}
 
 

@@ -204,7 +204,7 @@ def test_a_narrow_network_equals_the_masked_one_and_all_of_it_can_shrink(name: s
     assert report.max_error < 1e-10
     graph = report.graph
     assert graph.coverage == 1.0
-    assert set(graph.left_whole.values()) == {"it is an output of the network"}
+    assert set(graph.not_prunable.values()) == {"it is an output of the network"}
     expected = describe(name, 5, 3, width, size)
     everything = torch.ones(graph.num_units, dtype=torch.bool)
     assert slimstart.Flops(1.0).bind(graph.costs).cost(everything) == len(inputs) * expected.flops

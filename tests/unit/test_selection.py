@@ -13,7 +13,7 @@ from slimstart.costs import CostTable, Polynomial
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Slice
 
 
-def hand_made_graph(group_sizes, axes, tensors, left_whole=None):
+def hand_made_graph(group_sizes, axes, tensors, not_prunable=None):
     """A graph without a network: one event per unit; `axes` list units (-1: always there), `tensors` axes by dim."""
     units = sum(group_sizes)
     groups, start = [], 0
@@ -39,7 +39,7 @@ def hand_made_graph(group_sizes, axes, tensors, left_whole=None):
         writes={},
         attributes={},
         filters={},
-        left_whole=left_whole or {},
+        not_prunable=not_prunable or {},
         costs=costs,
         coverage=0.5,
     )

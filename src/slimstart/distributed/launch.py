@@ -47,7 +47,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from slimstart.distributed.process_group import ALONE, Ranks, reporting
+from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup, reporting
 from slimstart.errors import ConfigError
 
 TIMEOUT = 600.0  # seconds
@@ -89,19 +89,19 @@ def own_device(name: str = "auto") -> str:
 
 
 @contextmanager
-def joined(timeout: float = TIMEOUT) -> Iterator[Ranks]:
+def joined(timeout: float = TIMEOUT) -> Iterator[ProcessGroup]:
     """The processes that torchrun has started, while the block lasts; this one alone where it has started none.
 
     gloo connects CPUs, and nccl GPUs, where there are any. The ranks that are given talk over gloo.
 
     Args:
-        timeout: seconds after which waiting for a rank ends with a `RankError`; an exchange that takes longer, such as
-            waiting for one rank to write a large checkpoint, fails too.
+        timeout: seconds after which waiting for a rank ends with a `ProcessGroupError`; a longer exchange, such as waiting
+            for one rank to write a large checkpoint, fails too.
     """
     if not timeout > 0:
         raise ConfigError(f"`timeout` is {timeout}; it must be a positive number of seconds")
     if not started_by_torchrun():
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
     if on_gpu:
@@ -114,7 +114,7 @@ def joined(timeout: float = TIMEOUT) -> Iterator[Ranks]:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     try:
-        yield Ranks(weakref.ref(dist.group.WORLD))
+        yield ProcessGroup(weakref.ref(dist.group.WORLD))
     finally:
         # Threads of a group that have something to give back when Python ends would bring the process down.
         for net in _wrapped:

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from slimstart.errors import ConfigError, DesynchronisedError, RankError
+from slimstart.errors import ConfigError, DesynchronisedError, ProcessGroupError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class Averages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessGroup:
     """A process group, seen from one of its processes.
 
     Attributes:
@@ -59,7 +59,7 @@ class Ranks:
         """None for a process alone."""
         found = None if self.reference is None else self.reference()
         if found is None and self.reference is not None:
-            raise RankError("the process group has been destroyed; what is for all ranks must come before")
+            raise ProcessGroupError("the process group has been destroyed; what is for all ranks must come before")
         return found
 
     @property
@@ -195,15 +195,15 @@ class Ranks:
                 )
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = ProcessGroup()
 
 
-def ranks_of(net: nn.Module) -> Ranks:
+def ranks_of(net: nn.Module) -> ProcessGroup:
     """Those that `DistributedDataParallel`, anywhere in a network, averages gradients over."""
     for module in net.modules():
         if isinstance(module, DistributedDataParallel):
-            return Ranks(weakref.ref(module.process_group), next(module.parameters()).device)
-    return ALONE
+            return ProcessGroup(weakref.ref(module.process_group), next(module.parameters()).device)
+    return SINGLE_PROCESS
 
 
 def running_statistics(net: nn.Module, training: bool = True) -> list[Tensor]:
@@ -227,18 +227,18 @@ def reporting() -> Iterator[None]:
     """Say it plainly where an exchange fails because another rank is gone.
 
     Raises:
-        RankError: in place of what the process group's backend says.
+        ProcessGroupError: in place of what the process group's backend says.
     """
     try:
         yield
-    except RankError:
+    except ProcessGroupError:
         raise
     except RuntimeError as error:
         text = str(error)
         if not isinstance(error, dist.DistError) and not any(word in text for word in ("gloo", "NCCL", "Connection")):
             raise
         reason = text.splitlines()[0]
-        raise RankError(
+        raise ProcessGroupError(
             "another rank has fallen out, or has not answered within the process group's timeout; look for its error, "
             f"and go on from the last checkpoint ({reason})"
         ) from error

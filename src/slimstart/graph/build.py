@@ -174,7 +174,7 @@ def write_graph(
         writes=writes,
         attributes=counted,
         filters=filters,
-        left_whole=_left_whole(solver, tensors, model),
+        not_prunable=_not_prunable(solver, tensors, model),
         costs=costs,
         coverage=shrinking / max(1, sum(totals)),
     )
@@ -209,7 +209,7 @@ def _ports(tables: Tables, notes: dict[str, PortNote]) -> dict[str, Port]:
     return ports
 
 
-def _left_whole(solver: Solver, tensors: dict[str, list[Slice]], model: nn.Module) -> dict[str, str]:
+def _not_prunable(solver: Solver, tensors: dict[str, list[Slice]], model: nn.Module) -> dict[str, str]:
     """Layers none of whose filters can go, and whatever else was not followed, each with its reason."""
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     reasons: dict[str, str] = {}

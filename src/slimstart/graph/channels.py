@@ -90,7 +90,7 @@ class ChannelGraph:
         reads, writes: ports of layers on streams, by module name.
         attributes: integer attributes that count channels, by module and name.
         filters: for every layer with filters, the unit of each (-1: always there).
-        left_whole: {name: reason} for what was not followed or cannot shrink.
+        not_prunable: {name: reason} for what was not followed or cannot shrink.
         costs: the cost table.
         coverage: share of the FLOPs of one forward that belongs to operations that can shrink.
     """
@@ -103,7 +103,7 @@ class ChannelGraph:
     writes: Mapping[str, Port]
     attributes: Mapping[tuple[str, str], Counter]
     filters: Mapping[str, Tensor]
-    left_whole: Mapping[str, str]
+    not_prunable: Mapping[str, str]
     costs: CostTable
     coverage: float
 
@@ -167,11 +167,11 @@ class ChannelGraph:
     def summary(self) -> str:
         """One line: how much of the network can shrink, and what cannot, with the most frequent reason."""
         line = f"{self.coverage:.0%} of FLOPs can shrink"
-        if self.left_whole:
-            reasons = Counter_(self.left_whole.values())
+        if self.not_prunable:
+            reasons = Counter_(self.not_prunable.values())
             reason, _ = reasons.most_common(1)[0]
             others = f" (and {len(reasons) - 1} other reasons; print the graph)" if len(reasons) > 1 else ""
-            number = len(self.left_whole)
+            number = len(self.not_prunable)
             line += f"; {number} layer{'s' * (number > 1)} cannot, because: {reason}{others}"
         return line
 
@@ -186,9 +186,9 @@ class ChannelGraph:
                 f"  {group.name}{others}: units {group.units.start}..{group.units.stop - 1}, "
                 f"{group.num_filters} filters"
             )
-        if self.left_whole:
+        if self.not_prunable:
             lines.append("not prunable:")
-            lines.extend(f"  {name}: {reason}" for name, reason in self.left_whole.items())
+            lines.extend(f"  {name}: {reason}" for name, reason in self.not_prunable.items())
         return "\n".join(lines)
 
 

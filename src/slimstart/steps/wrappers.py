@@ -20,7 +20,7 @@ from torch.nn.modules.module import _global_module_registration_hooks, register_
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from slimstart.distributed.process_group import ALONE, Ranks
+from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
 _REFUSED = {
     "FullyShardedDataParallel": "FSDP shards parameters, so their channels are not in one place",
@@ -100,11 +100,11 @@ def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
     return {cls}.union(*map(_with_subclasses, below))
 
 
-def process_group(wrappers: list[DistributedDataParallel]) -> Ranks:
+def process_group(wrappers: list[DistributedDataParallel]) -> ProcessGroup:
     """The processes that wrappers average gradients over."""
     for ddp in wrappers:
-        return Ranks(weakref.ref(ddp.process_group), next(ddp.parameters()).device)
-    return ALONE
+        return ProcessGroup(weakref.ref(ddp.process_group), next(ddp.parameters()).device)
+    return SINGLE_PROCESS
 
 
 def check_data_parallel(ddp: DistributedDataParallel) -> None:

@@ -116,9 +116,9 @@ def inspect(
         row = [group.name, str(len(group.layers)), str(len(group.units)), str(group.num_filters)]
         rows.append(row if mask is None else [*row, str(int(mask[group.units.start : group.units.stop].sum()))])
     show_table(columns, rows)
-    if graph.left_whole:
+    if graph.not_prunable:
         console.print()
-        show_table(["left whole", "why"], [[name, reason] for name, reason in graph.left_whole.items()])
+        show_table(["left whole", "why"], [[name, reason] for name, reason in graph.not_prunable.items()])
     console.print()
     costs = []
     for kind in (Flops, Params, Channels):

@@ -16,7 +16,7 @@ from slimstart.lab.cli.display import TrainingDisplay, console, show_records, sh
 from slimstart.lab.cli.options import RecipeName, chosen, given, where, with_training_options
 
 if TYPE_CHECKING:
-    from slimstart.distributed.process_group import Ranks
+    from slimstart.distributed.process_group import ProcessGroup
     from slimstart.lab.recipes.recipe import Recipe
     from slimstart.lab.records import Record
     from slimstart.lab.run.environment import Place
@@ -67,7 +67,9 @@ def train(
         _train(recipe, out, resume, given(options), place, ranks)
 
 
-def _train(name: str | None, out: Path | None, resume: bool, asked: dict[str, Any], place: Place, ranks: Ranks) -> None:
+def _train(
+    name: str | None, out: Path | None, resume: bool, asked: dict[str, Any], place: Place, ranks: ProcessGroup
+) -> None:
     """Train in a folder that is this program's alone; of several ranks, the first one looks after it."""
     from slimstart.lab import records
     from slimstart.lab.run.callbacks import Interrupted

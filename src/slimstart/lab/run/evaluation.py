@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart.distributed.process_group import ALONE, Ranks
+from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from slimstart.flop_counter import evaluating
 from slimstart.lab.data import ImageData
 from slimstart.steps.depthwise_mode import AllWidths
@@ -20,7 +20,9 @@ def logits_of(network: nn.Module, images: Tensor, precision: str) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(network: nn.Module, data: ImageData, precision: str, ranks: Ranks = ALONE) -> tuple[float, float]:
+def evaluate(
+    network: nn.Module, data: ImageData, precision: str, ranks: ProcessGroup = SINGLE_PROCESS
+) -> tuple[float, float]:
     """Mean loss and top-1 accuracy, in percent, of a network on the test images; each rank looks at its share."""
     loss: Tensor | float = 0.0
     correct: Tensor | int = 0

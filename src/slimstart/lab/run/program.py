@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slimstart.distributed import data_parallel
-from slimstart.distributed.process_group import ALONE, Ranks, gradient_bytes
+from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup, gradient_bytes
 from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
 from slimstart.flop_counter import flops
 from slimstart.io import network_files as files
@@ -66,7 +66,7 @@ class Program:
         run: Run,
         place: Place | None = None,
         watcher: Watcher | None = None,
-        ranks: Ranks = ALONE,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.recipe, self.run, self.ranks = recipe, run, ranks
         self.place, self.watcher = place or Place(), watcher or Unwatched()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slimstart.distributed import synchronise_batch_norm
-from slimstart.distributed.process_group import ALONE, Ranks, gradient_bytes
+from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup, gradient_bytes
 from slimstart.flop_counter import flops
 from slimstart.lab.data import ImageData, Share
 from slimstart.lab.recipes.recipe import Recipe, make_model
@@ -63,7 +63,7 @@ class Task:
         self,
         recipe: Recipe,
         place: Place,
-        ranks: Ranks = ALONE,
+        ranks: ProcessGroup = SINGLE_PROCESS,
         downloading: Callable[[int, int | None], None] | None = None,
     ) -> None:
         self.recipe, self.place, self.ranks = recipe, place, ranks
