@@ -95,8 +95,8 @@ def joined(timeout: float = TIMEOUT) -> Iterator[ProcessGroup]:
     gloo connects CPUs, and nccl GPUs, where there are any. The ranks that are given talk over gloo.
 
     Args:
-        timeout: seconds after which waiting for a rank ends with a `ProcessGroupError`; a longer exchange, such as waiting
-            for one rank to write a large checkpoint, fails too.
+        timeout: seconds after which waiting for a rank ends with a `ProcessGroupError`; a longer exchange, such as
+            waiting for one rank to write a large checkpoint, fails too.
     """
     if not timeout > 0:
         raise ConfigError(f"`timeout` is {timeout}; it must be a positive number of seconds")
