@@ -164,13 +164,13 @@ def _four_to_each(samples: Tensor) -> Tensor:
     return (4 * participation(samples)).clamp(max=samples.shape[1])
 
 
-NARROW = {"method": "narrow"}
+UNIFORM = {"method": "uniform"}
 PARTICIPATION = "slimstart.policies.equal_worth.participation"
 SHARE, SMALL = "slimstart.policies.equal_worth.SEARCHED", "slimstart.policies.widths.SMALL"
 VARIANTS = {
-    "narrow": Variant("one share of every group, by hand", recipe=NARROW),
+    "narrow": Variant("one share of every group, by hand", recipe=UNIFORM),
     "front_heavy": Variant(
-        "shares that fall from front to back, by hand", recipe={**NARROW, "protocol": "front_heavy"}
+        "shares that fall from front to back, by hand", recipe={**UNIFORM, "protocol": "front_heavy"}
     ),
     "random": Variant("random widths", recipe={"method": "random"}),
     "equal_worth": Variant("as it is"),

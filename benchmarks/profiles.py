@@ -132,7 +132,7 @@ def change_of(name: str) -> variants.Change:
         return trace(model, example, coupling="filter")
 
     pieces = {"slimstart.lab.run.make_method.uniform": uniform, "slimstart.lab.run.make_method.trace": by_filter}
-    return variants.Change("these widths" if widths else PROFILES[name].text, {"method": "narrow"}, pieces)
+    return variants.Change("these widths" if widths else PROFILES[name].text, {"method": "uniform"}, pieces)
 
 
 if __name__ == "__main__":

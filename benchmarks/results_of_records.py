@@ -24,8 +24,8 @@ images, ± is the sample standard deviation over seeds. Dense comes first, then 
 worst; brackets behind a method have those of its settings that differ in the table and are not the defaults.
 
 - **budget**: missed is one that the finished network is more than 2 % away from.
-- **narrow**: the network narrowed by hand to as many FLOPs, at most 5 % more or less, and trained likewise for as many
-  epochs; in brackets, by how much the row is better than it.
+- **uniform**: the network with one share of all widths, of as many FLOPs (at most 5 % more or less), trained for as
+  many epochs; in brackets, by how much the row is better than it.
 - **paper**: what the paper reports of this method on this network; **difference**: ours minus that, in points. Where
   FLOPs are not the same, the difference is due to them too: both are in the table.
 - **saving, formula**: train cost by the formulas of the paper's appendix; **executed**: all that was computed, against
@@ -129,16 +129,16 @@ def _beside(title: str, paper: Callable[[Published], float | None], unit: str = 
     return cell
 
 
-def _narrow_cell(line: Line) -> str:
-    if line.narrow is None:
+def _uniform_cell(line: Line) -> str:
+    if line.uniform is None:
         return MISSING
-    better = _points(line.row.accuracy - line.narrow.accuracy)
-    return f"{line.narrow.accuracy:.2f} ({better}{_at(line.row, line.narrow)})"
+    better = _points(line.row.accuracy - line.uniform.accuracy)
+    return f"{line.uniform.accuracy:.2f} ({better}{_at(line.row, line.uniform)})"
 
 
-def _at(row: Row, narrow: Row) -> str:
-    """The FLOPs of the hand-narrowed network, where they are not the row's."""
-    return "" if apart(narrow.flops, row.flops) <= SAME else f" at {number(100 * narrow.flops)} % FLOPs"
+def _at(row: Row, uniform: Row) -> str:
+    """The FLOPs of the uniform network, where they are not the row's."""
+    return "" if apart(uniform.flops, row.flops) <= SAME else f" at {number(100 * uniform.flops)} % FLOPs"
 
 
 def _epochs_cell(line: Line) -> str:
@@ -150,7 +150,7 @@ CELLS: tuple[tuple[str, Callable[[Line], str]], ...] = (
     ("method", _own("method")),
     ("budget", _own("budget")),
     ("accuracy, %", _own("accuracy, %")),
-    ("narrow, %", _narrow_cell),
+    ("uniform, %", _uniform_cell),
     ("paper, %", lambda line: MISSING if line.paper is None else f"{line.paper.accuracy:g}"),
     ("difference", lambda line: MISSING if line.paper is None else _points(line.row.accuracy - line.paper.accuracy)),
     ("FLOPs, %", _beside("FLOPs, %", lambda paper: paper.flops)),
@@ -177,8 +177,8 @@ def _verdict(line: Line, paper: Published) -> str:
         text += f", at {number(100 * row.flops)} % of the FLOPs against {paper.flops:g} %"
     if paper.epochs is not None and line.is_short:
         text += f", after {row.epochs} epochs; the paper: {_sum(paper.epochs)}"
-    if line.narrow is not None:
-        text += f". It is {standing(row, [line.narrow])} the hand-narrowed network{_at(row, line.narrow)}"
+    if line.uniform is not None:
+        text += f". It is {standing(row, [line.uniform])} the uniform network{_at(row, line.uniform)}"
     return text + "."
 
 

@@ -12,7 +12,7 @@ from slimstart.lab.reports.tables import escaped
 
 # The paper's estimator, and that of its authors' release; others are not what its rows are about.
 ESTIMATORS = (ITS_ESTIMATOR, "vr_pge_symmetric")
-# By how much the FLOPs of a hand-narrowed network may differ from those of a row that it stands beside.
+# By how much the FLOPs of a uniform network may differ from those of a row that it stands beside.
 NEAR = 1.05
 # Settings that runs must share to be compared, beside network, data, batch size and epochs.
 SHARED = ("precision", "width", "image_size", "validation")
@@ -42,9 +42,9 @@ class Line:
     alike: Sequence[Row]
 
     @property
-    def narrow(self) -> Row | None:
-        """The hand-narrowed network of about as many FLOPs: of those that have as many, the best."""
-        near = [one for one in self.near(NEAR) if _is_narrow(one)] if _is_found(self.row) else []
+    def uniform(self) -> Row | None:
+        """The uniform network of about as many FLOPs: of those that have as many, the best."""
+        near = [one for one in self.near(NEAR) if _is_uniform(one)] if _is_found(self.row) else []
         return min(near, key=lambda one: (max(SAME, apart(one.flops, self.row.flops)), -one.accuracy), default=None)
 
     @property
@@ -88,12 +88,12 @@ def _shared(row: Row, defaults: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _is_found(row: Row) -> bool:
     """Whether its widths are others than those of the dense network, or one share of them."""
-    return row.first.method != "dense" and not _is_narrow(row)
+    return row.first.method != "dense" and not _is_uniform(row)
 
 
-def _is_narrow(row: Row) -> bool:
-    """Whether it is the hand-narrowed network: one number for all widths, and no profile."""
-    return row.first.method == "narrow" and row.first.config.get("protocol") != "front_heavy"
+def _is_uniform(row: Row) -> bool:
+    """Whether it is the uniform network: one number for all widths, and no profile."""
+    return row.first.method == "uniform" and row.first.config.get("protocol") != "front_heavy"
 
 
 def _is_of(row: Row, estimators: Container[str]) -> bool:
@@ -106,7 +106,7 @@ def apart(one: float, other: float) -> float:
 
 
 def standings(lines: Sequence[Line], ours: Container[str]) -> Iterator[str]:
-    """Under each budget, how the best of ours stands at equal FLOPs against narrow and the best of the others.
+    """Under each budget, how the best of ours stands at equal FLOPs against uniform and the best of the others.
 
     Args:
         ours: estimators with which slimstart trains a narrow network, and not the dense one.
@@ -126,8 +126,8 @@ def standings(lines: Sequence[Line], ours: Container[str]) -> Iterator[str]:
             continue
         if len(rivals) > 1:
             text += f", the best of {len(rivals)} of ours,"
-        narrow = [row for row in rivals[best] if _is_narrow(row)]
-        text += f" is {standing(best.row, narrow)} narrow" if narrow else " has no narrow network beside it"
+        uniform = [row for row in rivals[best] if _is_uniform(row)]
+        text += f" is {standing(best.row, uniform)} uniform" if uniform else " has no uniform network beside it"
         if others := [row for row in rivals[best] if _is_found(row)]:
             name = escaped(max(others, key=lambda row: row.accuracy).label)
             which = f"the best of {len(others)} others, {name}" if len(others) > 1 else f"the only other, {name}"

@@ -107,9 +107,9 @@ def make(
 
 def study(epochs: int = 30) -> list[Record]:
     """Dense, and two methods at three budgets, three seeds each."""
-    methods = [("dense", 1.0)] + [(m, r) for m in ("slimstart", "narrow") for r in (0.4, 0.1, 0.03)]
+    methods = [("dense", 1.0)] + [(m, r) for m in ("slimstart", "uniform") for r in (0.4, 0.1, 0.03)]
     return [
-        make(method, ratio, seed, epochs, accuracy=_accuracy(ratio, seed) - (1.4 if method == "narrow" else 0))
+        make(method, ratio, seed, epochs, accuracy=_accuracy(ratio, seed) - (1.4 if method == "uniform" else 0))
         for method, ratio in methods
         for seed in range(3)
     ]

@@ -42,25 +42,25 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_table_is_that_of_the_records_and_one_failure_ends_nothing(slimstart: Slimstart, tmp_path: Path) -> None:
-    methods: list[Any] = ["--methods", "narrow,slimstart", "--budget", "flops=0.4,flops=0.0001"]
+    methods: list[Any] = ["--methods", "uniform,slimstart", "--budget", "flops=0.4,flops=0.0001"]
     methods += ["--epochs", 1, "--out", "both"]
     status, output, errors = slimstart("compare", *methods, *COMMON, "--seeds", 2)
     assert status == 1
     assert re.findall(r"^run (\d/8) (\S+) ", output, re.MULTILINE) == [
         (f"{i + 1}/8", f"{method}-flops-{budget}-seed{seed}")
         for i, (seed, budget, method) in enumerate(
-            (s, b, m) for s in (0, 1) for b in ("0.4", "0.0001") for m in ("narrow", "slimstart")
+            (s, b, m) for s in (0, 1) for b in ("0.4", "0.0001") for m in ("uniform", "slimstart")
         )
     ]
     assert "epoch 1/1" not in output
     failed = re.findall(r"^failed: (\S+): `Flops\(0.0001\)` allows .* feasible from", errors, re.MULTILINE)
-    assert failed == [f"{method}-flops-0.0001-seed{seed}" for seed in (0, 1) for method in ("narrow", "slimstart")]
+    assert failed == [f"{method}-flops-0.0001-seed{seed}" for seed in (0, 1) for method in ("uniform", "slimstart")]
     made = sorted(path.name for path in (tmp_path / "both").iterdir())
-    names = [f"{method}-flops-0.4-seed{seed}" for method in ("narrow", "slimstart") for seed in (0, 1)]
+    names = [f"{method}-flops-0.4-seed{seed}" for method in ("uniform", "slimstart") for seed in (0, 1)]
     assert made == sorted([*names, "report.html", "table.md"])
 
     found = {row["method"]: row for row in rows(tmp_path / "both" / "table.md")}
-    assert found.keys() == {"narrow", "slimstart"}
+    assert found.keys() == {"uniform", "slimstart"}
     for method, row in found.items():
         runs = [records.read(tmp_path / "both" / f"{method}-flops-0.4-seed{seed}") for seed in (0, 1)]
         one, other = (run.accuracy for run in runs)
@@ -81,24 +81,24 @@ def test_the_same_command_again_has_nothing_to_do_and_a_longer_one_what_is_new(
     slimstart: Slimstart, tmp_path: Path
 ) -> None:
     arguments = ["--budget", "flops=0.4", "--epochs", 1, "--out", "both", *COMMON]
-    assert slimstart("compare", "--methods", "narrow", *arguments)[0] == 0
-    file, table = tmp_path / "both" / "narrow-flops-0.4-seed0" / "record.json", tmp_path / "both" / "table.md"
+    assert slimstart("compare", "--methods", "uniform", *arguments)[0] == 0
+    file, table = tmp_path / "both" / "uniform-flops-0.4-seed0" / "record.json", tmp_path / "both" / "table.md"
     before, first = file.stat().st_mtime_ns, table.read_text()
-    assert slimstart("compare", "--methods", "narrow", *arguments)[0] == 0
+    assert slimstart("compare", "--methods", "uniform", *arguments)[0] == 0
     assert table.read_text() == first
-    assert slimstart("compare", "--methods", "dense,narrow", *arguments)[0] == 0
-    assert [row["method"] for row in rows(table)] == ["dense", "narrow"]
+    assert slimstart("compare", "--methods", "dense,uniform", *arguments)[0] == 0
+    assert [row["method"] for row in rows(table)] == ["dense", "uniform"]
     assert file.stat().st_mtime_ns == before
 
 
 def test_neither_other_settings_nor_another_process_are_passed_over(slimstart: Slimstart, tmp_path: Path) -> None:
-    (trial,) = trials(dataclasses.replace(TINY, lr=0.1), ["narrow"], ["flops=0.4"], total_epochs=3)
+    (trial,) = trials(dataclasses.replace(TINY, lr=0.1), ["uniform"], ["flops=0.4"], total_epochs=3)
     run = Run(tmp_path / "both" / trial.name)
     run.create(trial.recipe)
-    arguments = ["--methods", "narrow", "--budget", "flops=0.4", "--epochs", 3, "--out", "both", *COMMON]
+    arguments = ["--methods", "uniform", "--budget", "flops=0.4", "--epochs", 3, "--out", "both", *COMMON]
     status, _, errors = slimstart("compare", *arguments, "--lr", 0.3)
     assert status == 2
-    assert "narrow-flops-0.4-seed0 was begun with other settings: `lr` was 0.1 and is 0.3; choose another" in errors
+    assert "uniform-flops-0.4-seed0 was begun with other settings: `lr` was 0.1 and is 0.3; choose another" in errors
     with run.locked():
         status, _, errors = slimstart("compare", *arguments)
     assert status == 2
@@ -109,10 +109,10 @@ def test_neither_other_settings_nor_another_process_are_passed_over(slimstart: S
 def test_a_killed_trial_goes_on_and_is_what_it_would_be_alone(
     tmp_path: Path, differences: Callable[[Any, Any], list[str]]
 ) -> None:
-    narrow, ours = trials(
-        TINY, ["narrow", "slimstart"], ["flops=0.4"], total_epochs=2, retraining={"finetune_epochs": 1}
+    uniform, ours = trials(
+        TINY, ["uniform", "slimstart"], ["flops=0.4"], total_epochs=2, retraining={"finetune_epochs": 1}
     )
-    carry_out(narrow, tmp_path, QUICK)
+    carry_out(uniform, tmp_path, QUICK)
     with pytest.raises(Killed):
         carry_out(ours, tmp_path, dataclasses.replace(QUICK, checkpoint_seconds=0.0), Killer(steps=9))
     assert not Run(tmp_path / ours.name).finished
@@ -134,7 +134,7 @@ def test_memory_that_is_missing_is_an_outcome(
     def fail(_: Program) -> None:
         raise error
 
-    (trial,) = trials(TINY, ["narrow"], ["flops=0.4"], total_epochs=1)
+    (trial,) = trials(TINY, ["uniform"], ["flops=0.4"], total_epochs=1)
     monkeypatch.setattr(comparison.Program, "train", fail)
     assert carry_out(trial, tmp_path, QUICK).failure == (str(error) or "MemoryError")
 
@@ -145,7 +145,7 @@ def test_a_loss_that_is_not_finite_is_an_outcome_and_data_that_is_missing_is_not
     found = carry_out(trial, tmp_path, QUICK)
     assert found.record is None
     assert re.search("loss is (nan|inf)", found.failure)
-    (trial,) = trials(dataclasses.replace(TINY, data="cifar10"), ["narrow"], ["flops=0.4"], total_epochs=1)
+    (trial,) = trials(dataclasses.replace(TINY, data="cifar10"), ["uniform"], ["flops=0.4"], total_epochs=1)
     with pytest.raises(DataError):
         carry_out(trial, tmp_path / "cifar", dataclasses.replace(QUICK, data_dir=tmp_path, download=False))
 
@@ -155,9 +155,9 @@ def test_a_loss_that_is_not_finite_is_an_outcome_and_data_that_is_missing_is_not
     [
         (["--methods", "magic"], "`methods` has 'magic'; there are slimstart"),
         (["--methods", ","], "`methods` is empty"),
-        (["--methods", "narrow", "--seeds", "0"], "`seeds` is 0"),
-        (["--methods", "narrow", "--recipe", "vgg61"], "there is no recipe 'vgg61'"),
-        (["--methods", "narrow", "--method", "dense"], "--method"),
+        (["--methods", "uniform", "--seeds", "0"], "`seeds` is 0"),
+        (["--methods", "uniform", "--recipe", "vgg61"], "there is no recipe 'vgg61'"),
+        (["--methods", "uniform", "--method", "dense"], "--method"),
         ([], "--methods"),
     ],
 )
@@ -178,10 +178,10 @@ def test_a_wish_to_stop_at_the_end_of_a_run_is_kept(
         return Outcome(trial, failure="so it is")
 
     monkeypatch.setattr(comparison, "carry_out", fail)
-    arguments = ["compare", "--methods", "narrow,slimstart", "--epochs", 3, *COMMON]
+    arguments = ["compare", "--methods", "uniform,slimstart", "--epochs", 3, *COMMON]
     status, output, _ = slimstart(*arguments)
     assert status == 130
-    assert begun == ["narrow-flops-0.1-seed0"]
+    assert begun == ["uniform-flops-0.1-seed0"]
     assert f"saved; to go on: slimstart {' '.join(map(str, arguments))}\n" in output
 
 
@@ -194,7 +194,7 @@ def test_help_has_an_example_and_the_settings_that_hold_for_all(slimstart: Slims
 
 
 def test_the_display_shows_all_runs_and_the_present_one() -> None:
-    display = ComparisonDisplay(["narrow-seed0", "slimstart-seed0"], total_epochs=5)
+    display = ComparisonDisplay(["uniform-seed0", "slimstart-seed0"], total_epochs=5)
     status = Status(2, "train", 30, 100, 1.5, 60.0, 0.1, 1000.0, 9.0)
     display.begin()
     display.status(status)
@@ -221,7 +221,7 @@ def test_many_rows_have_the_columns_that_there_is_room_for(
 
 @pytest.mark.slow
 def test_ctrl_c_stops_everything_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    arguments = ["compare", "--methods", "narrow,slimstart", "--budget", "flops=0.4", "--epochs", 12, "--seeds", 2]
+    arguments = ["compare", "--methods", "uniform,slimstart", "--budget", "flops=0.4", "--epochs", 12, "--seeds", 2]
     arguments += [*COMMON, "--out", tmp_path / "both"]
     process = test_command_line.command(*arguments)
     assert process.stdout is not None

@@ -400,7 +400,7 @@ def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path, differences: Ca
 
 def test_the_program_on_two_ranks_is_that_on_one(tmp_path: Path) -> None:
     recipe = merged(RECIPE, {"model": "tests.distributed_cases:without_dropout", "epochs": 1, "settle_at": 1.0})
-    for method in ("slimstart", "narrow"):
+    for method in ("slimstart", "uniform"):
         chosen = merged(recipe, {"method": method})
         one = cases.program(SINGLE_PROCESS, tmp_path / f"{method}-1", chosen)
         two, _ = on_ranks(2, cases.program, tmp_path / f"{method}-2", chosen)

@@ -106,7 +106,7 @@ def made(steps_per_epoch: int = STEPS, **settings: Any) -> Method:
 
 
 def test_the_start_of_a_search_is_the_uniform_network() -> None:
-    start = made(method="narrow", budget="flops=0.3")
+    start = made(method="uniform", budget="flops=0.3")
     search = made(method="slimstart", policy="equal_worth", budget="flops=0.3").sparse  # type: ignore[attr-defined]
     shapes = [[parameter.shape for parameter in net.parameters()] for net in (start.snapshot([]), search.model)]
     assert shapes[0] == shapes[1]

@@ -77,7 +77,7 @@ class Killer(Unwatched):
 
 SETTINGS = [
     {},
-    {"method": "narrow"},
+    {"method": "uniform"},
     {"resample_every": 4, "estimator": "leave_one_out", "align": 4},
 ]
 
@@ -228,7 +228,7 @@ def test_dense_and_narrow_have_the_structure_of_their_name(tmp_path: Path) -> No
     base = merged(TINY, {"epochs": 1, "finetune_epochs": 0})
     dense = started(tmp_path / "dense", merged(base, {"method": "dense"})).train()
     assert (dense.flops_ratio, dense.params_ratio, dense.executed_saving, dense.train_cost_saving) == (1, 1, 1, 1)
-    narrow = started(tmp_path / "narrow", merged(base, {"method": "narrow"})).train()
+    narrow = started(tmp_path / "uniform", merged(base, {"method": "uniform"})).train()
     assert [epoch.phase for epoch in narrow.history] == ["train"]
     a, b, _ = (layer.width for layer in narrow.layers)
     assert abs(a / 8 - b / 16) <= 1 / 16  # one share for all, up to rounding
@@ -242,7 +242,7 @@ def test_dense_and_narrow_have_the_structure_of_their_name(tmp_path: Path) -> No
 
 
 def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
-    for method in ("slimstart", "narrow"):
+    for method in ("slimstart", "uniform"):
         recipe = merged(TINY, {"method": method, "lr": 1e18, "weight_decay": 1e18})
         with pytest.raises(NonFiniteLossError, match=r"the loss is (nan|inf)"):
             started(tmp_path / method, recipe).train()

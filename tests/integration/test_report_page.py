@@ -75,7 +75,7 @@ class Elements(HTMLParser):
 
 @pytest.mark.slow
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
-    runs = [make(method, seed=seed, epochs=3) for method in ("slimstart", "narrow") for seed in range(2)]
+    runs = [make(method, seed=seed, epochs=3) for method in ("slimstart", "uniform") for seed in range(2)]
     content = page.render(runs)
     assert page.render(runs[::-1]) == content
     page.write(runs, tmp_path / "report.html")
@@ -165,7 +165,7 @@ def test_extreme_numbers_are_drawn() -> None:
         step_ms=1e-9, peak_memory_bytes=0, layers=(), history=(),
     )  # fmt: skip
     high = make(
-        "narrow", seed=2, train_flops=10**30, flops_ratio=1e30, accuracy=100.0, train_seconds=1e30, step_ms=1e30
+        "uniform", seed=2, train_flops=10**30, flops_ratio=1e30, accuracy=100.0, train_seconds=1e30, step_ms=1e30
     )
     empty = dataclasses.replace(make().history[0], keep_probs=(0,) * 20)
     none = make("grow", history=(empty,))
@@ -219,12 +219,12 @@ def test_points_lie_where_the_numbers_say() -> None:
 
 
 def test_a_missed_budget_is_seen() -> None:
-    content = page.render([make(), make("narrow", flops_ratio=0.136)])
+    content = page.render([make(), make("uniform", flops_ratio=0.136)])
     assert "flops=0.1 (missed: 0.136)" in content
     assert "cannot be compared with others under that budget" in content
     drawing = content[content.index("<title>Accuracy and FLOPs") :].split("</svg>")[0]
     looks = re.findall(r'<use [^>]*style="([^"]*)"', drawing)
-    assert looks == ["fill-opacity: 0; stroke: var(--series-2)", "fill: var(--series-1); stroke: var(--series-1)"]
+    assert looks == ["fill: var(--series-1); stroke: var(--series-1)", "fill-opacity: 0; stroke: var(--series-2)"]
     assert "Hollow points" in content
     assert "Hollow points" not in page.render([make()])
 

@@ -19,7 +19,7 @@ STEPS = "steps:0.5,0.75x0.1"
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("narrow", Contender("narrow")),
+        ("uniform", Contender("uniform")),
         (" slimstart ", Contender("slimstart")),
         ("slimstart:pge", Contender("slimstart", "pge")),
         ("slimstart : pge", Contender("slimstart", "pge")),
@@ -28,6 +28,11 @@ STEPS = "steps:0.5,0.75x0.1"
 def test_contenders_are_read(text: str, expected: Contender) -> None:
     assert contender(text) == expected
     assert str(expected) == text.replace(" ", "")
+
+
+def test_a_contender_may_have_its_former_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert contender("narrow:front_heavy") == Contender("uniform", "front_heavy")
+    assert "the method narrow is called uniform now" in caplog.text
 
 
 def test_a_variant_is_an_estimator_or_a_protocol() -> None:
@@ -43,7 +48,7 @@ def test_a_variant_is_an_estimator_or_a_protocol() -> None:
 # Method, variant, epochs in all: first epochs, then those of retraining.
 SPLITS = [
     ("dense", None, 40, 40, 0),
-    ("narrow", None, 40, 40, 0),
+    ("uniform", None, 40, 40, 0),
     ("random", None, 40, 40, 0),
     ("soft", None, 40, 40, 0),
     ("soft", "original", 40, 40, 0),
@@ -85,20 +90,20 @@ def test_no_epoch_is_lost() -> None:
 
 
 def test_epochs_of_fine_tuning_that_are_given_win_for_those_that_fine_tune() -> None:
-    entrants = Contender("slimstart", "paper"), Contender("l1"), Contender("narrow"), Contender("slimstart")
+    entrants = Contender("slimstart", "paper"), Contender("l1"), Contender("uniform"), Contender("slimstart")
     given = [plan(entrant, BASE, 40, finetune_epochs=3) for entrant in entrants]
     assert [(one["epochs"], one["finetune_epochs"]) for one in given] == [(37, 3), (37, 3), (40, 0), (40, 0)]
 
 
 def test_all_runs_seed_by_seed_and_dense_once() -> None:
     found = trials(
-        BASE, ["dense", "narrow", "slimstart:pge"], ["flops=0.10", "params=0.05"], num_seeds=2, total_epochs=34
+        BASE, ["dense", "uniform", "slimstart:pge"], ["flops=0.10", "params=0.05"], num_seeds=2, total_epochs=34
     )
     names = [
         "dense-seed0",
-        "narrow-flops-0.1-seed0",
+        "uniform-flops-0.1-seed0",
         "slimstart-pge-flops-0.1-seed0",
-        "narrow-params-0.05-seed0",
+        "uniform-params-0.05-seed0",
         "slimstart-pge-params-0.05-seed0",
     ]
     assert [trial.name for trial in found] == names + [name.replace("seed0", "seed1") for name in names]
@@ -121,8 +126,8 @@ def test_all_runs_seed_by_seed_and_dense_once() -> None:
 
 
 def test_without_epochs_those_of_the_recipe_with_fine_tuning_are_meant() -> None:
-    narrow, ours = trials(preset("vgg16-cifar10"), ["narrow", "slimstart"], ["flops=0.1"])
-    assert (narrow.recipe.epochs, narrow.recipe.finetune_epochs) == (340, 0)
+    uniform, ours = trials(preset("vgg16-cifar10"), ["uniform", "slimstart"], ["flops=0.1"])
+    assert (uniform.recipe.epochs, uniform.recipe.finetune_epochs) == (340, 0)
     assert (ours.recipe.epochs, ours.recipe.finetune_epochs) == (300, 40)
 
 
@@ -133,7 +138,7 @@ def test_settings_of_retraining_that_are_given_win() -> None:
 
 
 def test_rounds_are_for_those_that_prune() -> None:
-    found = trials(BASE, ["narrow", "l1", "slimstart"], ["flops=0.1"], total_epochs=8, retraining={"rounds": 3})
+    found = trials(BASE, ["uniform", "l1", "slimstart"], ["flops=0.1"], total_epochs=8, retraining={"rounds": 3})
     assert [trial.recipe.rounds for trial in found] == [1, 3, 1]
 
 
@@ -149,23 +154,28 @@ def test_every_method_makes_a_recipe(name: str) -> None:
     [
         (["magic"], ["flops=0.1"], {}, f"`methods` has 'magic'; there are {', '.join(METHODS)}"),
         (["random:wide"], ["flops=0.1"], {}, "'random:wide', but random has no variants; slimstart has"),
-        (["l1:front_heavy"], ["flops=0.1"], {}, "'front_heavy', which only the method narrow has"),
+        (["l1:front_heavy"], ["flops=0.1"], {}, "'front_heavy', which only the method uniform has"),
         (["slimstart:magic"], ["flops=0.1"], {}, "slimstart:magic in `methods`: `estimator` is 'magic'; .* one of pge"),
         (["slimstart:"], ["flops=0.1"], {}, "`estimator` is ''"),
         (["l1:magic"], ["flops=0.1"], {}, "l1:magic in `methods`: `protocol` is 'magic'; it must be one of original"),
         ([], ["flops=0.1"], {}, "`methods` is empty"),
-        (["narrow"], [], {}, "`budgets` is empty"),
-        (["narrow"], ["flops"], {}, "`budget` is 'flops'; it must be channels=F"),
-        (["narrow"], ["flops=0.1", "flops=0.10"], {}, "narrow-flops-0.1-seed0 and narrow-flops-0.1-seed0 are the same"),
-        (["narrow", "narrow"], ["flops=0.1"], {}, "are the same run; name each method and budget once"),
+        (["uniform"], [], {}, "`budgets` is empty"),
+        (["uniform"], ["flops"], {}, "`budget` is 'flops'; it must be channels=F"),
+        (
+            ["uniform"],
+            ["flops=0.1", "flops=0.10"],
+            {},
+            "uniform-flops-0.1-seed0 are the same",
+        ),
+        (["uniform", "uniform"], ["flops=0.1"], {}, "are the same run; name each method and budget once"),
         (
             ["slimstart:paper", "slimstart:vr_pge"],
             ["flops=0.1"],
             {},
             "slimstart-vr_pge-flops-0.1-seed0 and slimstart-paper-flops-0.1-seed0 are the same run",
         ),
-        (["narrow"], ["flops=0.1"], {"num_seeds": 0}, "`seeds` is 0; it must be at least 1"),
-        (["narrow"], ["flops=0.1"], {"total_epochs": 0}, "narrow in `methods`: `epochs` is 0"),
+        (["uniform"], ["flops=0.1"], {"num_seeds": 0}, "`seeds` is 0; it must be at least 1"),
+        (["uniform"], ["flops=0.1"], {"total_epochs": 0}, "uniform in `methods`: `epochs` is 0"),
         (
             ["slimstart:paper"],
             ["flops=0.1"],
@@ -182,10 +192,10 @@ def test_what_cannot_be_meant_is_refused(
 
 
 def test_a_run_with_other_settings_is_named_with_what_has_changed(tmp_path: Path) -> None:
-    first = trials(BASE, ["narrow", "slimstart"], ["flops=0.1"])
+    first = trials(BASE, ["uniform", "slimstart"], ["flops=0.1"])
     Run(tmp_path / first[1].name).create(first[1].recipe)
     refuse_changes(first, tmp_path)
-    changed = trials(BASE, ["narrow", "slimstart"], ["flops=0.1"], total_epochs=6)
+    changed = trials(BASE, ["uniform", "slimstart"], ["flops=0.1"], total_epochs=6)
     message = r"slimstart-flops-0.1-seed0 was begun with other settings: `epochs` was 12 and is 6; choose another --out"
     with pytest.raises(ConfigError, match=message):
         refuse_changes(changed, tmp_path)

@@ -38,7 +38,7 @@ def test_all_problems_are_told_at_once() -> None:
     ("settings", "message"),
     [
         ({"full_model_device": "cuda"}, "`full_model_device` is 'cuda'; it must be cpu, or left out"),
-        ({"method": "narrow"}, "the method narrow has no dense network beside .* take the method slimstart"),
+        ({"method": "uniform"}, "the method uniform has no dense network beside .* take the method slimstart"),
         ({"method": "dense", "budget": None}, "the method dense has no dense network beside"),
         (
             {"policy": "paper", "estimator": "gumbel"},
@@ -49,6 +49,15 @@ def test_all_problems_are_told_at_once() -> None:
 def test_places_of_the_dense_network_that_cannot_be_meant(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Recipe(**{"full_model_device": "cpu", **settings})
+
+
+def test_the_former_name_of_a_method_is_accepted_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('method = "narrow"\n')
+    assert Recipe(method="uniform").method == "uniform"
+    assert not caplog.text
+    assert read(path) == Recipe(method="uniform")
+    assert "the method narrow is called uniform now; the old name is deprecated" in caplog.text
 
 
 recipes = st.builds(
@@ -234,7 +243,7 @@ def search_epochs(**settings: Any) -> int:
 def test_search_epochs() -> None:
     assert search_epochs(epochs=10) == 10
     assert search_epochs(epochs=10, settle_at=0.25) == 2
-    assert search_epochs(epochs=10, method="narrow") == 0
+    assert search_epochs(epochs=10, method="uniform") == 0
 
 
 def test_another_policy_drops_what_was_chosen_for_the_papers() -> None:

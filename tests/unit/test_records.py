@@ -44,6 +44,15 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
+def test_the_former_name_of_a_method_is_translated(tmp_path: Path) -> None:
+    config = PLAIN["config"] | {"method": "narrow"}
+    path = written(PLAIN | {"method": "narrow", "config": config}, tmp_path)
+    record = records.read(path)
+    assert (record.method, record.config["method"]) == ("uniform", "uniform")
+    assert record.config_hash == RECORD.config_hash
+    assert json.loads(path.read_text())["method"] == "narrow"
+
+
 def test_whole_numbers_are_read_as_floats(tmp_path: Path) -> None:
     record = records.read(written(changed("accuracy", 93), tmp_path))
     assert record.accuracy == 93.0

@@ -53,8 +53,8 @@ def test_cells_by_hand() -> None:
         run("dense", 93.5, 1.0, budget=None),
         run("slimstart", 91.0, 0.087),
         run("slimstart", 92.0, 0.087, seed=1),
-        run("narrow", 90.25, 0.086),
-        run("narrow", 90.75, 0.086, seed=1),
+        run("uniform", 90.25, 0.086),
+        run("uniform", 90.75, 0.086, seed=1),
         run("random", 89.0, 0.0888),
         run("l1", 90.0, 0.1, epochs=60, config={"finetune_epochs": 30, "protocol": "uniform"}),
     ]
@@ -63,7 +63,7 @@ def test_cells_by_hand() -> None:
         "method": "slimstart",
         "budget": "flops=0.087",
         "accuracy, %": "91.50 ± 0.71",  # sqrt((0.5^2 + 0.5^2) / 1)
-        "narrow, %": "90.50 (+1.00)",  # 8.6 is within 2 % of 8.7
+        "uniform, %": "90.50 (+1.00)",  # 8.6 is within 2 % of 8.7
         "paper, %": "92.5",
         "difference": "−1.00",
         "FLOPs, %": "8.70 (paper: 8.7)",
@@ -76,12 +76,12 @@ def test_cells_by_hand() -> None:
         "hardware": "NVIDIA H200",
     }
     assert found["dense"]["difference"] == "+0.60"  # 93.5 - 92.9
-    assert (found["dense"]["FLOPs, %"], found["dense"]["narrow, %"]) == ("100", "–")
-    assert (found["narrow"]["paper, %"], found["narrow"]["epochs"]) == ("–", "300 + 40")
+    assert (found["dense"]["FLOPs, %"], found["dense"]["uniform, %"]) == ("100", "–")
+    assert (found["uniform"]["paper, %"], found["uniform"]["epochs"]) == ("–", "300 + 40")
     assert found["random"]["budget"] == "flops=0.087 (missed: 0.0888)"  # 0.0888 / 0.087 = 1.0207
-    assert found["random"]["narrow, %"] == "90.50 (−1.50 at 8.60 % FLOPs)"  # 0.0888 / 0.086 = 1.033
-    l1 = found["l1"]  # its narrow network has had other epochs; the retraining of the study is 150 epochs
-    assert (l1["narrow, %"], l1["paper, %"], l1["FLOPs, %"]) == ("–", "91.8", "10.0 (paper: 19.9)")
+    assert found["random"]["uniform, %"] == "90.50 (−1.50 at 8.60 % FLOPs)"  # 0.0888 / 0.086 = 1.033
+    l1 = found["l1"]  # its uniform network has had other epochs; the retraining of the study is 150 epochs
+    assert (l1["uniform, %"], l1["paper, %"], l1["FLOPs, %"]) == ("–", "91.8", "10.0 (paper: 19.9)")
     assert l1["epochs"] == "30 + 30; the paper: 300 + 150"
     assert l1["saving, formula"] == "8.50×"  # of which the paper says nothing
 
@@ -94,13 +94,13 @@ def test_a_policy_of_ours_is_not_held_against_the_papers_row() -> None:
 
 
 def test_where_we_fall_short_a_sentence_says_so() -> None:
-    text = shown([run("slimstart", 91.5, 0.087), run("narrow", 92.0, 0.09)])
+    text = shown([run("slimstart", 91.5, 0.087), run("uniform", 92.0, 0.09)])
     assert (
         "- **slimstart flops=0.087** falls short of the paper by 1.00 points: 91.50 % against 92.5 %. It is 0.50 "
-        "points behind the hand-narrowed network at 9.00 % FLOPs.\n" in text
+        "points behind the uniform network at 9.00 % FLOPs.\n" in text
     )
     assert "Fewer epochs" not in text
-    text = shown([run("slimstart", 93.0, 0.07, epochs=60, config={"finetune_epochs": 0}), run("narrow", 92.0, 0.07)])
+    text = shown([run("slimstart", 93.0, 0.07, epochs=60, config={"finetune_epochs": 0}), run("uniform", 92.0, 0.07)])
     assert (
         "- **slimstart flops=0.087** is above the paper by 0.50 points: 93.00 % against 92.5 %, at 7.00 % of the FLOPs "
         "against 8.7 %, after 60 epochs; the paper: 300 + 40.\n" in text
@@ -129,30 +129,30 @@ def test_of_several_rows_the_nearest_counts(flops: float, accuracy: str) -> None
     assert table([run("slimstart", 90.0, flops, model="vgg19")])["slimstart"]["paper, %"] == accuracy
 
 
-def test_narrow_networks_far_away_say_nothing() -> None:
-    runs = [run("slimstart", 90.0, 0.1), run("narrow", 91.0, 0.106), run("narrow", 89.0, 0.095, budget="flops=0.095")]
-    assert "narrow, %" not in table(runs)["slimstart"]
-    runs += [run("narrow", 90.5, 0.104, budget="flops=0.104"), run("l1", 80.0, 0.12)]
+def test_uniform_networks_far_away_say_nothing() -> None:
+    runs = [run("slimstart", 90.0, 0.1), run("uniform", 91.0, 0.106), run("uniform", 89.0, 0.095, budget="flops=0.095")]
+    assert "uniform, %" not in table(runs)["slimstart"]
+    runs += [run("uniform", 90.5, 0.104, budget="flops=0.104"), run("l1", 80.0, 0.12)]
     found = table(runs)
-    assert found["slimstart"]["narrow, %"] == "90.50 (−0.50 at 10.4 % FLOPs)"
-    assert found["l1"]["narrow, %"] == "–"
-    runs.append(run("narrow", 88.0, 0.097, budget="flops=0.097"))  # nearer
-    assert table(runs)["slimstart"]["narrow, %"] == "88.00 (+2.00 at 9.70 % FLOPs)"
-    runs.append(run("narrow", 89.0, 0.097, budget="flops=0.0971"))  # as near, and better
-    assert table(runs)["slimstart"]["narrow, %"] == "89.00 (+1.00 at 9.70 % FLOPs)"
-    runs += [run("narrow", 87.0, 0.1), run("narrow", 87.5, 0.099, budget="flops=0.099")]  # of equal FLOPs, within 2 %
-    assert table(runs)["slimstart"]["narrow, %"] == "87.50 (+2.50)"
+    assert found["slimstart"]["uniform, %"] == "90.50 (−0.50 at 10.4 % FLOPs)"
+    assert found["l1"]["uniform, %"] == "–"
+    runs.append(run("uniform", 88.0, 0.097, budget="flops=0.097"))  # nearer
+    assert table(runs)["slimstart"]["uniform, %"] == "88.00 (+2.00 at 9.70 % FLOPs)"
+    runs.append(run("uniform", 89.0, 0.097, budget="flops=0.0971"))  # as near, and better
+    assert table(runs)["slimstart"]["uniform, %"] == "89.00 (+1.00 at 9.70 % FLOPs)"
+    runs += [run("uniform", 87.0, 0.1), run("uniform", 87.5, 0.099, budget="flops=0.099")]  # of equal FLOPs, within 2 %
+    assert table(runs)["slimstart"]["uniform, %"] == "87.50 (+2.50)"
 
 
-def test_a_profile_by_hand_is_not_the_narrow_network() -> None:
+def test_a_profile_by_hand_is_not_the_uniform_network() -> None:
     """It is one of the others, and is itself compared with one share of all widths."""
-    runs = [run("slimstart", 90.0, 0.1), run("narrow", 89.0, 0.1)]
-    runs.append(run("narrow", 91.0, 0.1, config={"protocol": "front_heavy"}))
+    runs = [run("slimstart", 90.0, 0.1), run("uniform", 89.0, 0.1)]
+    runs.append(run("uniform", 91.0, 0.1, config={"protocol": "front_heavy"}))
     found = table(runs)
-    assert found["slimstart"]["narrow, %"] == "89.00 (+1.00)"
-    assert found["narrow (protocol front\\_heavy)"]["narrow, %"] == "89.00 (+2.00)"
+    assert found["slimstart"]["uniform, %"] == "89.00 (+1.00)"
+    assert found["uniform (protocol front\\_heavy)"]["uniform, %"] == "89.00 (+2.00)"
     text = shown(runs)
-    assert "is 1.00 points ahead of narrow and is 1.00 points behind the only other, narrow (protocol front" in text
+    assert "is 1.00 points ahead of uniform and is 1.00 points behind the only other, uniform (protocol front" in text
 
 
 @pytest.mark.parametrize(
@@ -167,18 +167,18 @@ def test_a_profile_by_hand_is_not_the_narrow_network() -> None:
         {"data": "cifar100"},
     ],
 )
-def test_narrow_networks_that_were_trained_otherwise_say_nothing(change: dict[str, Any]) -> None:
-    assert table([run("l1", 90.0, 0.1), run("narrow", 91.0, 0.1)])["l1"]["narrow, %"] == "91.00 (−1.00)"
-    text = shown([run("l1", 90.0, 0.1), run("narrow", 91.0, 0.1, **change)])
-    assert "| narrow, % |" not in text
+def test_uniform_networks_that_were_trained_otherwise_say_nothing(change: dict[str, Any]) -> None:
+    assert table([run("l1", 90.0, 0.1), run("uniform", 91.0, 0.1)])["l1"]["uniform, %"] == "91.00 (−1.00)"
+    text = shown([run("l1", 90.0, 0.1), run("uniform", 91.0, 0.1, **change)])
+    assert "| uniform, % |" not in text
     assert "91.00" in text
 
 
 def test_a_setting_that_a_record_lacks_is_the_default() -> None:
-    lacking = run("narrow", 91.0, 0.1, config={"precision": "float32"})
+    lacking = run("uniform", 91.0, 0.1, config={"precision": "float32"})
     del lacking.config["precision"]
     runs = [run("l1", 90.0, 0.1, config={"precision": "float32", "protocol": "uniform"}), lacking]
-    assert table(runs)["l1"]["narrow, %"] == "91.00 (−1.00)"
+    assert table(runs)["l1"]["uniform, %"] == "91.00 (−1.00)"
 
 
 def standing(*runs: Record) -> str:
@@ -188,54 +188,54 @@ def standing(*runs: Record) -> str:
 
 
 def test_how_ours_stands_is_said() -> None:
-    ours, narrow, l1 = run("slimstart", 90.0, 0.1), run("narrow", 91.0, 0.1019), run("l1", 89.5, 0.0985)
-    assert standing(ours, run("narrow", 95.0, 0.103)) == "**slimstart flops=0.087** has nothing beside it"
+    ours, narrow, l1 = run("slimstart", 90.0, 0.1), run("uniform", 91.0, 0.1019), run("l1", 89.5, 0.0985)
+    assert standing(ours, run("uniform", 95.0, 0.103)) == "**slimstart flops=0.087** has nothing beside it"
     assert standing(ours, run("dense", 95.0, 0.1)).endswith("has nothing beside it")
     assert standing(ours, run("l1", 95.0, 0.1, batch_size=128)).endswith("has nothing beside it")
     assert standing(ours, narrow, run("l1", 95.0, 0.103)) == (
-        "**slimstart flops=0.087** is 1.00 points behind narrow and has no other method beside it"
+        "**slimstart flops=0.087** is 1.00 points behind uniform and has no other method beside it"
     )
     assert standing(ours, l1) == (
-        "**slimstart flops=0.087** has no narrow network beside it and is 0.50 points ahead of the only other, "
+        "**slimstart flops=0.087** has no uniform network beside it and is 0.50 points ahead of the only other, "
         "l1 flops=0.087"
     )
     better, relaxed = (run("slimstart", a, 0.1, config={"estimator": e}) for a, e in ((91.0, "pge"), (92.5, "ste")))
     assert standing(ours, narrow, l1, better, relaxed) == (
-        "**slimstart (estimator pge) flops=0.087**, the best of 2 of ours, is level with narrow and is 1.50 points "
+        "**slimstart (estimator pge) flops=0.087**, the best of 2 of ours, is level with uniform and is 1.50 points "
         "behind the best of 2 others, slimstart (estimator ste) flops=0.087"
     )
     far = run("slimstart", 94.0, 0.2)  # it has missed its budget: nothing is there to compare it with
     assert standing(far, dataclasses.replace(ours, config_hash="x"), narrow).endswith(
-        " is 1.00 points behind narrow and has no other method beside it"
+        " is 1.00 points behind uniform and has no other method beside it"
     )
-    small = [run(method, 80.0, 0.02, budget="flops=0.02") for method in ("narrow", "slimstart")]
+    small = [run(method, 80.0, 0.02, budget="flops=0.02") for method in ("uniform", "slimstart")]
     assert standing(ours, *small, narrow) == (
-        "**slimstart flops=0.087** is 1.00 points behind narrow and has no other method beside it; "
-        "**slimstart flops=0.02** is level with narrow and has no other method beside it"
+        "**slimstart flops=0.087** is 1.00 points behind uniform and has no other method beside it; "
+        "**slimstart flops=0.02** is level with uniform and has no other method beside it"
     )
     assert "At equal FLOPs" not in shown([narrow, l1, relaxed])
 
 
 def test_a_difference_that_seeds_have_too_is_said() -> None:
     ours = [run("slimstart", accuracy, 0.1, seed) for seed, accuracy in enumerate((89.0, 91.0))]  # deviation 1.41
-    narrow = [run("narrow", accuracy, 0.1, seed) for seed, accuracy in enumerate((91.2, 91.3))]
-    assert "is 1.25 points (less than seeds differ) behind narrow" in standing(*ours, *narrow)
-    narrow = [run("narrow", accuracy, 0.1, seed) for seed, accuracy in enumerate((91.4, 91.5))]
-    assert "is 1.45 points behind narrow" in standing(*ours, *narrow)
+    narrow = [run("uniform", accuracy, 0.1, seed) for seed, accuracy in enumerate((91.2, 91.3))]
+    assert "is 1.25 points (less than seeds differ) behind uniform" in standing(*ours, *narrow)
+    narrow = [run("uniform", accuracy, 0.1, seed) for seed, accuracy in enumerate((91.4, 91.5))]
+    assert "is 1.45 points behind uniform" in standing(*ours, *narrow)
 
 
 def test_rows_are_sorted_for_the_reader() -> None:
     runs = [
-        *(run(name, accuracy, 0.05, budget="flops=0.05") for name, accuracy in (("narrow", 80.0), ("l1", 81.0))),
+        *(run(name, accuracy, 0.05, budget="flops=0.05") for name, accuracy in (("uniform", 80.0), ("l1", 81.0))),
         *(run(name, accuracy, 0.1) for name, accuracy in (("soft", 70.0), ("slimstart", 90.0), ("random", 91.0))),
         run("dense", 60.0, 1.0, budget=None),
     ]
     rows = [line.split("|")[1].strip() for line in shown(runs).splitlines() if line.startswith("| ")][2:]
-    assert rows == ["dense", "random", "slimstart", "soft", "l1", "narrow"]
+    assert rows == ["dense", "random", "slimstart", "soft", "l1", "uniform"]
 
 
 def test_the_order_of_records_does_not_matter() -> None:
-    runs = [run(method, 90 + seed, 0.087, seed) for method in ("slimstart", "narrow", "l1") for seed in range(3)]
+    runs = [run(method, 90 + seed, 0.087, seed) for method in ("slimstart", "uniform", "l1") for seed in range(3)]
     first = shown(runs)
     random.Random(0).shuffle(runs)
     assert shown(runs) == first
@@ -269,7 +269,7 @@ FLIPS = tuple(
 
 def test_everything_in_a_folder_has_its_place(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    for name, one in (("a", run("slimstart", 91.5, 0.087)), ("compare-b/x", run("narrow", 90.0, 0.087))):
+    for name, one in (("a", run("slimstart", 91.5, 0.087)), ("compare-b/x", run("uniform", 90.0, 0.087))):
         (results / name).mkdir(parents=True)
         records.write(one, results / name / "record.json")
     (results / "a" / "README.md").write_text("# Quick\n\nThe runs [shared](log.txt) a [GPU](https://gpu.org).\n")

@@ -46,7 +46,7 @@ def test_a_repeated_seed_is_said() -> None:
         ({"epochs": 31}, "epochs 31"),
         ({"hardware": "CPU"}, "hardware CPU"),
         ({"device": "cpu"}, "device cpu"),
-        ({"method": "narrow"}, ""),
+        ({"method": "uniform"}, ""),
         ({"budget": "flops=0.2"}, ""),
         ({"model": "resnet20"}, ""),
         ({"data": "cifar100"}, ""),
@@ -147,7 +147,7 @@ def test_markdown_has_every_row_and_no_empty_column() -> None:
 
 def test_order_is_dense_first_then_falling_flops_then_falling_accuracy_and_no_matter_of_input() -> None:
     runs = study(epochs=2)
-    expected = ["dense"] + [f"{method} flops={r:g}" for r in (0.4, 0.1, 0.03) for method in ("slimstart", "narrow")]
+    expected = ["dense"] + [f"{method} flops={r:g}" for r in (0.4, 0.1, 0.03) for method in ("slimstart", "uniform")]
     assert [row.label for row in summarise(runs)] == expected
     random.Random(0).shuffle(runs)
     assert [row.label for row in summarise(runs)] == expected

@@ -67,7 +67,7 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
     [
         {"budget": "flops=0.3", "policy": "paper"},
         pytest.param({"method": "dense", "budget": None}, marks=pytest.mark.slow),
-        pytest.param({"method": "narrow", "budget": "flops=0.3"}, marks=pytest.mark.slow),
+        pytest.param({"method": "uniform", "budget": "flops=0.3"}, marks=pytest.mark.slow),
         pytest.param(
             {"budget": "flops=0.3", "policy": "paper", "coupling": "stream", "resample_every": 3},
             marks=pytest.mark.slow,

@@ -31,6 +31,8 @@ Kind = TypeVar("Kind")
 SCHEMA = "slimstart.record/1"
 NUM_BINS = 20
 PHASES = ("search", "train", "finetune")
+# Names of methods in earlier versions, and their names now. Records on disk keep the old name; `read` translates it.
+FORMER_METHODS = {"narrow": "uniform"}
 
 # Fields by which something is divided, and those in percent; every other number has the range (0, LARGEST).
 POSITIVE = frozenset("epochs batch_size epoch dense dense_flops dense_params dense_train_flops step_ms".split())
@@ -163,6 +165,9 @@ def read(path: str | os.PathLike[str]) -> Record:
         json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read as JSON: {error}") from error
+    for names in (content, content.get("config")) if isinstance(content, dict) else ():
+        if isinstance(names, dict) and isinstance(former := names.get("method"), str):
+            names["method"] = FORMER_METHODS.get(former, former)
     return of_schema(Record, content, SCHEMA, file, "a run")
 
 

@@ -22,7 +22,7 @@ RETRAINING = ("finetune_epochs", "finetune_lr", "finetune_schedule", "rounds")
 
 
 def add_to(app: typer.Typer) -> None:
-    example = "slimstart compare --model resnet32 --data cifar10 --methods narrow,slimstart --epochs 40 --seeds 3"
+    example = "slimstart compare --model resnet32 --data cifar10 --methods uniform,slimstart --epochs 40 --seeds 3"
     app.command("compare", epilog=f"Example: {example}")(with_training_options(compare, without=("method", "seed")))
 
 
@@ -33,8 +33,7 @@ def compare(
         typer.Option(
             help=f"Contenders with commas between them: {', '.join(METHODS)}. slimstart:paper takes the paper's "
             "policy, slimstart:ESTIMATOR that with another estimator, l1:uniform (soft, thinet, provable, slimming) "
-            "one fraction for all layers, narrow:front_heavy shares that fall, narrow:start what "
-            "our search starts from."
+            "one fraction for all layers, uniform:front_heavy shares that fall."
         ),
     ],
     budget: Annotated[

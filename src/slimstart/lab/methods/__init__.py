@@ -26,7 +26,7 @@ PRUNERS: dict[str, Choose] = {
 }
 
 # Ways to use a method, and of those that one method alone has, which one.
-OWN_PROTOCOLS: dict[str, str] = {"folded": "soft", "front_heavy": "narrow"}
+OWN_PROTOCOLS: dict[str, str] = {"folded": "soft", "front_heavy": "uniform"}
 PROTOCOLS = (*PRUNING_PROTOCOLS, *OWN_PROTOCOLS)
 
 # What is left of the network after each of several rounds, where it is not `pruning.even_rounds`.

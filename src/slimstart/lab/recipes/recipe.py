@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import logging
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +24,10 @@ if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its field
 
     from slimstart.policies import Budget
 
+logger = logging.getLogger(__name__)
+
 METHODS = (
-    *("slimstart", "dense", "narrow", "random"),
+    *("slimstart", "dense", "uniform", "random"),
     *("l1", "soft", "thinet", "provable", "slimming"),  # which cut a trained network
     "grow-efficient",
 )
@@ -89,7 +92,7 @@ class Recipe:
     protocol: str = _setting(
         "original",
         "of methods that cut a trained network: original, uniform (one share of every layer in one cut), or, of soft "
-        "alone, folded (filters with their batch norm); of narrow: original, front_heavy (shares that fall to a "
+        "alone, folded (filters with their batch norm); of uniform: original, front_heavy (shares that fall to a "
         "quarter)",
     )
     rounds: int = _setting(1, "cuts of such a method, spread over the epochs of fine-tuning")
@@ -119,6 +122,7 @@ class Recipe:
     seed: int = _setting(0, "of weights, batches and masks")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "method", present_name(self.method))
         if self.estimator is None:  # one hash for one run
             object.__setattr__(self, "estimator", _own_settings(self.policy).get("estimator"))
         for field in dataclasses.fields(self):
@@ -153,6 +157,14 @@ class Recipe:
     @property
     def parsed_budget(self) -> Budget | None:
         return None if self.budget is None else parse_budget(self.budget)
+
+
+def present_name(method: str) -> str:
+    """The name of a method, where a former name is accepted with a note that it is deprecated."""
+    name = records.FORMER_METHODS.get(method)
+    if name is not None:
+        logger.warning("the method %s is called %s now; the old name is deprecated", method, name)
+    return name or method
 
 
 def parse_budget(text: str) -> Budget:

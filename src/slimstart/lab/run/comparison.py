@@ -1,13 +1,13 @@
 """A comparison: several methods on one network, for the same epochs, budgets and seeds; each of its runs can go on.
 
-    for trial in trials(recipe, ["narrow", "l1", "slimstart"], ["flops=0.1"], num_seeds=3, total_epochs=40):
+    for trial in trials(recipe, ["uniform", "l1", "slimstart"], ["flops=0.1"], num_seeds=3, total_epochs=40):
         outcome = carry_out(trial, folder)
 
 All contenders have equally many epochs, and spend them as `plan` says:
 
 | contender | epochs |
 |---|---|
-| slimstart, dense, narrow, random, soft | all in one schedule |
+| slimstart, dense, uniform, random, soft | all in one schedule |
 | slimstart:paper or another estimator, grow-efficient | 300 of 340 search, the rest fine-tunes, as in the release |
 | l1, thinet, provable, slimming; soft:uniform | half train the dense network, half retrain the pruned one likewise |
 """
@@ -26,7 +26,7 @@ import torch
 from slimstart.errors import BudgetError, ConfigError, NonFiniteLossError, TraceError
 from slimstart.lab import records
 from slimstart.lab.methods import OWN_PROTOCOLS, PRUNERS, RELAXATIONS
-from slimstart.lab.recipes.recipe import METHODS, Recipe, merged, parse_budget
+from slimstart.lab.recipes.recipe import METHODS, Recipe, merged, parse_budget, present_name
 from slimstart.lab.records import Record
 from slimstart.lab.run import environment as surroundings
 from slimstart.lab.run.callbacks import Watcher
@@ -71,6 +71,7 @@ def contender(text: str) -> Contender:
         ConfigError: there is no such method, or it has no variants. Whether there is such a variant, the recipe says.
     """
     method, colon, variant = (part.strip() for part in text.partition(":"))
+    method = present_name(method)
     if method not in METHODS:
         raise ConfigError(f"`methods` has {text!r}; there are {', '.join(METHODS)}")
     with_protocols = tuple(dict.fromkeys((*PRUNERS, *OWN_PROTOCOLS.values())))

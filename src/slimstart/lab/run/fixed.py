@@ -1,4 +1,4 @@
-"""Plain training of a network whose structure does not change (dense, narrow, random), and what methods that train
+"""Plain training of a network whose structure does not change (dense, uniform, random), and what methods that train
 several of them one after the other are made of."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time of a step: ours, the dense network's, and that of the hand-narrowed network with as many FLOPs, in one run."""
+"""Time of a step: ours, the dense network's, and that of the uniform network with as many FLOPs, in one run."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class StepTimes:
 def has_step_times(recipe: Recipe) -> bool:
     """Whether there is one kind of step to measure; other methods train one network after the other."""
     ours = recipe.method == "slimstart" and recipe.estimator not in RELAXATIONS
-    return ours or recipe.method in ("dense", "narrow")
+    return ours or recipe.method in ("dense", "uniform")
 
 
 def measured(task: Task, own_flops: int) -> StepTimes | None:
-    """Step times beside those of the dense network and the hand-narrowed one, if they are wanted and can be had.
+    """Step times beside those of the dense network and the uniform one, if they are wanted and can be had.
 
     Args:
         own_flops: of the finished network.
@@ -75,7 +75,7 @@ def step_times(
     """Measure steps of fresh networks on one batch.
 
     Args:
-        own_flops: of the finished network; the hand-narrowed one has as many.
+        own_flops: of the finished network; the uniform one has as many.
         dense_flops: of the dense one.
         engine: of all of them.
     """
@@ -85,8 +85,8 @@ def step_times(
         steps["dense"] = _plain_step(recipe, make_model(), batch, engine)
     if recipe.method != "dense":
         with contextlib.suppress(BudgetError):  # whole streams may cost more than the finished network
-            small = _narrowed(make_model(), batch, own_flops, dense_flops, recipe.align or ALIGN)
-            steps["narrow"] = _plain_step(recipe, small, batch, engine)
+            small = _uniform(make_model(), batch, own_flops, dense_flops, recipe.align or ALIGN)
+            steps["uniform"] = _plain_step(recipe, small, batch, engine)
     if recipe.method == "slimstart":
         # A policy that learns from gradients ends its search early: its steps are steps without draws.
         draws = get_policy(recipe.policy).learns_from == "losses"
@@ -106,12 +106,12 @@ def step_times(
     if "held" in times:  # a window is one first step, and the rest are held
         held = times["held"]
         own = {lap: (time + (every - 1) * held[lap]) / every for lap, time in own.items()}
-    dense_ms, narrow_ms = (times[name]["total"] if name in times else None for name in ("dense", "narrow"))
+    dense_ms, narrow_ms = (times[name]["total"] if name in times else None for name in ("dense", "uniform"))
     return StepTimes(own["total"], own["forward"], own["backward"], dense_ms, narrow_ms)
 
 
-def _narrowed(model: nn.Module, batch: Batch, own_flops: int, dense_flops: int, align: int) -> nn.Module:
-    """The hand-narrowed network of so many FLOPs, on the device of the batch; the dense one is not kept."""
+def _uniform(model: nn.Module, batch: Batch, own_flops: int, dense_flops: int, align: int) -> nn.Module:
+    """The uniform network of so many FLOPs, on the device of the batch; the dense one is not kept."""
     example = batch[0][:1].to(device_of(model))
     return uniform_of_flops(model, example, own_flops, dense_flops, align).to(batch[0].device)
 
