@@ -21,8 +21,7 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.policies import POLICIES, Budget, EqualWorth, EqualWorthSearch
-from slimstart.policies.equal_worth import MOST
-from slimstart.policies.participation import participation
+from slimstart.policies.equal_worth import MOST, participation
 
 
 class Frozen(EqualWorthSearch):
@@ -207,7 +206,7 @@ def change_of(name: str) -> variants.Change:
     variant = variant_of(name)
 
     policy = Ablated(search=variant.search, **variant.settings)
-    pieces = {"slimstart.policies.registry.POLICIES": {**POLICIES, "equal_worth": policy}, **variant.constants}
+    pieces = {"slimstart.policies.named.POLICIES": {**POLICIES, "equal_worth": policy}, **variant.constants}
     return variants.Change(variant.text, {"policy": "equal_worth", **variant.recipe}, pieces)
 
 

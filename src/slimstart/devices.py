@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -24,3 +27,22 @@ def free_on_device(device: torch.device | None = None) -> int:
     free, total = torch.cuda.mem_get_info(device)
     share = round(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(free + torch.cuda.memory_reserved(device), share) - torch.cuda.memory_allocated(device)
+
+
+class Movable:
+    """Base of objects whose attributes are tensors, other `Movable` objects and plain values.
+
+    Attributes:
+        device: the device of the tensors; they are made on the CPU.
+    """
+
+    device = torch.device("cpu")
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy of this object on a device; tensors that are there already are shared."""
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor | Movable):
+                setattr(moved, name, value.to(device))
+        moved.device = torch.device(device)
+        return moved

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slimstart import Flops
 from slimstart.policies import Padding, Paper, get_estimator
-from slimstart.policies.capping import SPREAD, TRIES, Cap
+from slimstart.policies.masks import SPREAD, TRIES, Cap
 from tests.cost_tables import chain
 
 GROUPS = torch.tensor([0, 0, 0, 0, 1, 1, 1])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slimstart
-from slimstart.graph.countings import countings
+from slimstart.graph.reshapes import countings
 from slimstart.graph.sizes import Attribute, Size
 
 COUPLINGS = ("filter", "stream")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from slimstart.policies.participation import participation
+from slimstart.policies.equal_worth import participation
 
 
 def test_units_in_their_own_ways_are_as_many_as_they_are_and_in_the_same_way_one():

@@ -20,7 +20,7 @@ from slimstart.policies import (
     Params,
     leave_one_out_of,
 )
-from slimstart.policies.capping import SPREAD
+from slimstart.policies.masks import SPREAD
 from slimstart.policies.paper import UNCAPPED_SPREAD
 from tests.cost_tables import chain, cost_table, factor, search
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from slimstart.policies.probabilities import sample, score
+from slimstart.policies import sample, score
 
 
 def f64(*values: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ from slimstart.costs import CostTable
 from slimstart.graph import trace
 from slimstart.lab.models import mobilenet_v1, resnet20
 from slimstart.policies import BoundBudget, Budget, Channels, Flops, Params, project, uniform_start
-from slimstart.policies.multisection import Multisection
+from slimstart.policies.projection import Multisection
 from tests import reference
 from tests.cost_tables import chain, cost_table, cost_tables
 

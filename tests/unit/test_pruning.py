@@ -23,7 +23,7 @@ from slimstart.lab.methods.shares import keep_best, keep_share, largest_within
 from slimstart.lab.methods.thresholded_gates import LogNorms
 from slimstart.narrow import compact
 from slimstart.policies import Budget, Channels, Flops, Params
-from slimstart.policies.ranking import places
+from slimstart.policies.masks import places
 from tests.zoo import shake
 
 BUDGETS: list[Budget] = [Flops(0.3), Params(0.5), Channels(0.4), Flops(1.0)]

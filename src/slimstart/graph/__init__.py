@@ -1,12 +1,16 @@
-"""Which tensor dimensions live and die together.
+"""Which tensor dimensions, and which layers, are kept or dropped together.
 
-`trace` runs the user's own forward once on example inputs and returns a `ChannelGraph`: plain, picklable data about
-*names* and *units*. Nothing here builds a narrow network (`slimstart.narrow` does) and nothing here knows about
-probabilities (`slimstart.policies` does).
+`trace` runs the user's own forward once per mode on example inputs and returns a `ChannelGraph`: plain, picklable data
+about *names* and *units*. Narrow networks are built in `slimstart.narrow`; what is learned is in `slimstart.policies`.
 
-Open `channels.py` first (what a graph is), then `trace.py` (how it is found). On the way: `tracer.py` listens to a
-forward, `rules/` has one rule per operation, `sizes.py` are integers that remember where they come from, `ledger.py` is
-what a run writes down, and `solve.py` turns the notes into units with `solver.py`, `layouts.py` and `tables.py`.
+Open `channels.py` first (the result), then `trace.py` (how it is found). A run goes through these files in order:
+
+- `trace.py` runs the forward and sees every operation; `tracer.py` is what is known of its tensors;
+- `rules/` has one rule per operation; `sizes.py` are integers that remember where they come from;
+- `constraints.py` is what the rules write down (the `Ledger`);
+- `solver.py` and `reshapes.py` turn these constraints into ties between filters, and `build.py` into a graph.
+
+`readers.py` answers a question about a finished graph: which layers read a unit.
 """
 
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, Selection, Slice

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import collections
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from slimstart.costs import CostTable, Factor, Polynomial, Term
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
-from slimstart.graph.constraints import CONSTANT, ZERO, PortNote, Presence, UnionFind, when_carried, when_live
+from slimstart.graph.constraints import CONSTANT, ZERO, Ledger, PortNote, Presence, UnionFind, when_carried, when_live
+from slimstart.graph.reshapes import LayoutSolver
 from slimstart.graph.sizes import Attribute
-from slimstart.graph.solver import Solver
+from slimstart.graph.solver import Solver, axis_presences
 
 
-class Tables:
+def build_graph(ledger: Ledger, model: nn.Module, reasons: Mapping[str, str]) -> ChannelGraph:
+    """Turn the notes of a trace into a graph; `reasons` are names to leave whole."""
+    solver = Solver(ledger)
+    solver.keep(reasons)
+    solver.settle_notes()
+    layouts = LayoutSolver(solver)
+    layouts.solve()
+    sizes = {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
+    tensors = {(name, dim): axis_presences(ledger, name, dim, sizes[name][dim]) for name, dim in ledger.entries}
+    axes = dict.fromkeys(tensors.values())
+    for note in (*ledger.reads.values(), *ledger.writes.values()):
+        axes[tuple(map(when_carried, note.nodes))] = None
+    for cost in ledger.costs:
+        axes.update(dict.fromkeys(cost.factors))
+    groups = solver.guarantee_channels(list(axes))
+    return _write_graph(solver, groups, tensors, layouts.attribute_presences(), model)
+
+
+class _Tables:
     """Events, axes and factors, each distinct one once."""
 
     def __init__(self, solver: Solver, unit_of: dict[int, int]) -> None:
@@ -91,7 +110,7 @@ def _polynomial(terms: Iterable[Term | int]) -> Polynomial:
     return Polynomial(constant, tuple(Term(coefficient, factors) for factors, coefficient in kept.items()))
 
 
-def write_graph(
+def _write_graph(
     solver: Solver,
     groups: dict[int, int],
     channels: dict[tuple[str, int], tuple[Presence, ...]],
@@ -108,7 +127,7 @@ def write_graph(
     ledger, find = solver.ledger, solver.atoms.find
     roots = sorted(groups, key=lambda root: (groups[root], root))
     unit_of = {root: unit for unit, root in enumerate(roots)}
-    tables = Tables(solver, unit_of)
+    tables = _Tables(solver, unit_of)
 
     tensors: dict[str, list[Slice]] = defaultdict(list)
     dimensions: dict[str, dict[int, tuple[Presence, ...]]] = defaultdict(dict)
@@ -197,7 +216,7 @@ def _carried_without_ports(solver: Solver) -> list[frozenset[int] | None]:
     return [sets[merged.find(node)] for node in range(len(merged.parent))]
 
 
-def _ports(tables: Tables, notes: dict[str, PortNote]) -> dict[str, Port]:
+def _ports(tables: _Tables, notes: dict[str, PortNote]) -> dict[str, Port]:
     """Ports of layers that see other channels than the tensor carries."""
     ports = {}
     for module, note in notes.items():

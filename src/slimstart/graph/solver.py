@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from slimstart.graph.constraints import ZERO, Ledger, Presence, when_carried
+from slimstart.graph.constraints import CONSTANT, ZERO, Ledger, Presence, UnionFind, when_carried
 from slimstart.graph.sizes import Attribute, leaves
 
 Atoms = frozenset[int]
@@ -151,6 +151,39 @@ class Solver:
             if node > ZERO:
                 self.freeze(self.exists(when_carried(node)) or (), reason)
 
+    def guarantee_channels(self, axes: Sequence[Sequence[Presence]]) -> dict[int, int]:
+        """Freeze as little as needed for every layer to have a channel; returns the group of every root atom.
+
+        Filters of one parameter form a group, of which the mask keeps at least one. An axis that does not contain all
+        of some group (half of a layer that is split in two) could still end up empty: there, one filter is always kept.
+        """
+        while True:
+            written = [
+                sorted({root for root in map(self.atoms.find, atoms) if root not in self.frozen})
+                for atoms in self.ledger.writers.values()
+            ]
+            together = UnionFind()
+            together.parent = list(range(len(self.atoms.parent)))
+            for roots in written:
+                for root in roots:
+                    together.union(root, roots[0])
+            groups = {root: together.find(root) for roots in written for root in roots}
+            members: dict[int, set[int]] = defaultdict(set)
+            for root, group in groups.items():
+                members[group].add(root)
+            stable = True
+            exists = self.exists_table()
+            for axis in axes:
+                sets = {exists[presence] for presence in axis}
+                if not sets or None in sets:
+                    continue
+                roots_here: set[int] = set().union(*(s for s in sets if s is not None))
+                if not any(members[groups[r]] <= roots_here for r in roots_here):
+                    self.freeze([min(roots_here)], "a layer would be left without channels")
+                    stable = False
+            if stable:
+                return groups
+
 
 def index_presences(ledger: Ledger, name: str, dim: int) -> dict[int, tuple[Presence, ...]]:
     """For every index of a dimension of a named tensor, the channels it belongs to."""
@@ -162,3 +195,12 @@ def index_presences(ledger: Ledger, name: str, dim: int) -> dict[int, tuple[Pres
         for index, presence in zip(indices, presences, strict=True):
             found[index] += (presence,)
     return found
+
+
+def axis_presences(ledger: Ledger, name: str, dim: int, size: int) -> tuple[Presence, ...]:
+    """When each index of a dimension of a named tensor exists; indices that nobody uses always do."""
+    entries = ledger.entries[name, dim]
+    if entries[0][0] == tuple(range(size)):
+        return entries[0][1]
+    channels = index_presences(ledger, name, dim)
+    return tuple(channels[i][0] if i in channels else CONSTANT for i in range(size))

@@ -12,22 +12,25 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.devices import cuda_devices
 from slimstart.errors import TraceError
+from slimstart.graph.build import build_graph
 from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.constraints import Ledger
 from slimstart.graph.rules import rule_for
-from slimstart.graph.sizes import Attribute, Size
-from slimstart.graph.solve import solve
-from slimstart.graph.tracer import Tracer
+from slimstart.graph.sizes import Attribute, Dimension, Shape, Size
+from slimstart.graph.tracer import Call, Tracer, bind
 from slimstart.inputs import as_call
 
 COUPLINGS = ("filter", "stream")
@@ -82,7 +85,7 @@ def trace(
         for name, module in model.named_modules():
             if name not in reached and any(True for _ in module.parameters(recurse=False)):
                 ledger.unfollowed.setdefault(name, "not reached with `example_inputs`")
-        return solve(ledger, model, reasons)
+        return build_graph(ledger, model, reasons)
 
 
 def _run_in_training(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger) -> set[str]:
@@ -133,7 +136,7 @@ def _run(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: bool
                     size = Size(int(value), Attribute(name, attribute, int(value)), tracer.size_used_as_number)
                     module.__dict__[attribute] = size
     try:
-        with torch.random.fork_rng(devices=cuda_devices(twin)), tracer.listening(twin):
+        with torch.random.fork_rng(devices=cuda_devices(twin)), _listening(tracer, twin):
             outputs = twin(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model's forward fails on `example_inputs`: {type(error).__name__}: {error}") from error
@@ -166,3 +169,124 @@ def _tensors_in(outputs: Any, depth: int = 4) -> Iterator[Tensor]:
             inner = list(getattr(outputs, "__dict__", {}).values())
         for item in inner:
             yield from _tensors_in(item, depth - 1)
+
+
+@contextmanager
+def _listening(tracer: Tracer, model: nn.Module) -> Iterator[None]:
+    """Follow whatever `model` computes."""
+
+    def enter(name: str, *_: Any) -> None:
+        tracer.modules.append(name)
+        tracer.reached.add(name)
+
+    def leave(*_: Any) -> None:
+        tracer.modules.pop()
+
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, name)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.inference_mode(), _Functions(tracer), _Operations(tracer):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        for handle in handles:
+            handle.remove()
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == Tensor.shape.__get__ or func == Tensor.size:  # type: ignore[attr-defined]
+            return self._shape(func, args, kwargs)
+        outer, self.tracer.written = self.tracer.written, (func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _ESCAPES:
+            self.tracer.keep_whole(args[:1], f"it leaves PyTorch ({name})")
+        for size in self._used_as_numbers(name, args, kwargs):
+            self.tracer.size_used_as_number(size.expression)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.tracer.written = outer
+
+    def _used_as_numbers(self, name: str, args: Any, kwargs: Any) -> list[Size]:
+        """Sizes that must not change: in `x * c`, and those by which a tensor is reshaped that has no channels."""
+        leaves = tree_flatten((args, kwargs))[0]
+        for piece in [leaf for leaf in leaves if isinstance(leaf, slice)]:
+            leaves += [piece.start, piece.stop]
+        sizes = [leaf for leaf in leaves if isinstance(leaf, Size)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if sizes else []
+        constant = bool(tensors) and all(self.tracer.value(tensor) is None for tensor in tensors)
+        return sizes if constant or name.strip("_") in _ARITHMETIC else []
+
+    def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        value = self.tracer.activation(tensor)
+        if value is None:
+            return func(*args, **kwargs)
+        sizes: list[int] = list(tensor.shape)
+        for dim in value.varies():
+            rows = value.nodes.movedim(dim, 0).reshape(sizes[dim], -1)
+            sizes[dim] = Size(sizes[dim], Dimension(rows), self.tracer.size_used_as_number)
+        if func == Tensor.size and (len(args) > 1 or kwargs):
+            return sizes[args[1] if len(args) > 1 else kwargs["dim"]]
+        return Shape(sizes)
+
+
+_ARITHMETIC = frozenset(
+    "add radd iadd sub rsub isub mul rmul imul multiply div rdiv divide truediv rtruediv itruediv true_divide pow "
+    "rpow".split()
+)
+
+
+_ESCAPES = frozenset({"numpy", "__array__", "tolist", "__dlpack__", "data_ptr"})
+_COSTLY = frozenset(
+    "matmul einsum linear mm addmm bmm baddbmm conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d "
+    "conv_transpose3d scaled_dot_product_attention tensordot inner mv dot".split()
+)  # counted even where nothing in them can shrink
+
+
+_RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
+
+
+class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping would import the compiler: a second or two
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, tracer = kwargs or {}, self.tracer
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        tracer.used.update(tracer.names[id(tensor)] for tensor in tensors if id(tensor) in tracer.names)
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _COSTLY and all(tracer.value(tensor) is None for tensor in tensors):
+            return func(*args, **kwargs)
+        if name in _RECURRENT:  # PyTorch's module compares sizes with attributes of its own
+            tracer.keep_whole(tensors, f"it enters a recurrent layer ({name})")
+        rule = tracer.rule_for(func)
+        if rule is None and func._can_decompose():
+            tracer.decomposing += 1
+            try:
+                with self:
+                    return func.decompose(*args, **kwargs)
+            finally:
+                tracer.decomposing -= 1
+        arguments = bind(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if rule is None:
+            tracer.keep_whole(tensors, f"operation {name} has no rule")
+        else:
+            rule(tracer, Call(name, arguments, result, tracer.written, func))
+        return result

@@ -1,31 +1,90 @@
-"""Run a forward and follow its channels.
+"""What is known of the tensors of a run, and of one operation: the state that the rules read and write.
 
-Two modes of PyTorch do the listening. A dispatch mode sees every operation with its tensors, under inference mode, so
-that composite operations (`linear`, `chunk`, `scaled_dot_product_attention`) arrive whole; one that has no rule is
-decomposed into those that have. A function mode above it hands out `Size` objects for `tensor.shape` and remembers the
-sizes with which a function was called, which the dispatcher would turn into plain integers.
-
-Values are real, so control flow that depends on data takes the branch it takes.
+Every activation carries the ids of its channels, in an integer tensor that is moved by the same operations (`Value`).
+Values of tensors are real, so control flow that depends on data takes the branch it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from slimstart.graph.constraints import Ledger
-from slimstart.graph.sizes import Dimension, Expression, Shape, Size
-from slimstart.graph.values import Call, Value, bind, compress
+from slimstart.graph.sizes import Expression
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What is known of a tensor: integer tensors of its shape (length one where nothing changes), moved as it is.
+
+    An activation has one field, its node ids. A parameter or buffer has `source`, its name, and one field per dimension
+    of the original: from which index each entry comes.
+    """
+
+    fields: tuple[Tensor, ...]
+    shape: torch.Size
+    source: str | None = None
+
+    @property
+    def nodes(self) -> Tensor:
+        assert self.source is None
+        return self.fields[0]
+
+    def varies(self) -> list[int]:
+        """Dimensions along which some field changes."""
+        return [dim for dim in range(len(self.shape)) if any(f.shape[dim] > 1 for f in self.fields)]
+
+    def moved(self, operation: Callable[[Tensor], Tensor]) -> Value:
+        """The value behind an operation that only moves entries."""
+        fields = tuple(operation(f.expand(self.shape)) for f in self.fields)
+        return Value(tuple(compress(f) for f in fields), fields[0].shape if fields else torch.Size(), self.source)
+
+
+def compress(field: Tensor) -> Tensor:
+    """The same field, of length one along every dimension where it does not change."""
+    for dim, size in enumerate(field.shape):
+        if size > 1:
+            first = field.narrow(dim, 0, 1)
+            if field.stride(dim) == 0 or bool((field == first).all()):
+                field = first
+    return field
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation: its arguments by the names of its schema, its result, and the sizes the user wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+    result: Any
+    written: tuple[Any, ...]
+    func: Any
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.arguments[argument]
+
+    @property
+    def subject(self) -> Any:
+        """The tensor that the operation is applied to; schemas call it `self` or `input`."""
+        return self.arguments["self"] if "self" in self.arguments else self.arguments["input"]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """All tensors of the result."""
+        several = self.result if isinstance(self.result, tuple | list) else (self.result,)
+        return [result for result in several if isinstance(result, Tensor)]
+
+
+def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    bound.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+    bound.update(kwargs)
+    return bound
 
 
 @dataclass
@@ -159,125 +218,3 @@ class Tracer:
 
     def size_used_as_number(self, expression: Expression) -> None:
         self.ledger.used_as_number(expression, self.modules[-1])
-
-    # --- running ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def listening(self, model: nn.Module) -> Iterator[None]:
-        """Follow whatever `model` computes."""
-
-        def enter(name: str, *_: Any) -> None:
-            self.modules.append(name)
-            self.reached.add(name)
-
-        def leave(*_: Any) -> None:
-            self.modules.pop()
-
-        handles: list[Any] = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(enter, name)))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            with torch.inference_mode(), _Functions(self), _Operations(self):
-                yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fastpath)
-            for handle in handles:
-                handle.remove()
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func == Tensor.shape.__get__ or func == Tensor.size:  # type: ignore[attr-defined]
-            return self._shape(func, args, kwargs)
-        outer, self.tracer.written = self.tracer.written, (func, args, kwargs)
-        name = getattr(func, "__name__", "")
-        if name in _ESCAPES:
-            self.tracer.keep_whole(args[:1], f"it leaves PyTorch ({name})")
-        for size in self._used_as_numbers(name, args, kwargs):
-            self.tracer.size_used_as_number(size.expression)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.tracer.written = outer
-
-    def _used_as_numbers(self, name: str, args: Any, kwargs: Any) -> list[Size]:
-        """Sizes that must not change: in `x * c`, and those by which a tensor is reshaped that has no channels."""
-        leaves = tree_flatten((args, kwargs))[0]
-        for piece in [leaf for leaf in leaves if isinstance(leaf, slice)]:
-            leaves += [piece.start, piece.stop]
-        sizes = [leaf for leaf in leaves if isinstance(leaf, Size)]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if sizes else []
-        constant = bool(tensors) and all(self.tracer.value(tensor) is None for tensor in tensors)
-        return sizes if constant or name.strip("_") in _ARITHMETIC else []
-
-    def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensor = args[0]
-        value = self.tracer.activation(tensor)
-        if value is None:
-            return func(*args, **kwargs)
-        sizes: list[int] = list(tensor.shape)
-        for dim in value.varies():
-            rows = value.nodes.movedim(dim, 0).reshape(sizes[dim], -1)
-            sizes[dim] = Size(sizes[dim], Dimension(rows), self.tracer.size_used_as_number)
-        if func == Tensor.size and (len(args) > 1 or kwargs):
-            return sizes[args[1] if len(args) > 1 else kwargs["dim"]]
-        return Shape(sizes)
-
-
-_ARITHMETIC = frozenset(
-    "add radd iadd sub rsub isub mul rmul imul multiply div rdiv divide truediv rtruediv itruediv true_divide pow "
-    "rpow".split()
-)
-
-
-_ESCAPES = frozenset({"numpy", "__array__", "tolist", "__dlpack__", "data_ptr"})
-_COSTLY = frozenset(
-    "matmul einsum linear mm addmm bmm baddbmm conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d "
-    "conv_transpose3d scaled_dot_product_attention tensordot inner mv dot".split()
-)  # counted even where nothing in them can shrink
-
-
-_RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
-
-
-class _Operations(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and skipping would import the compiler: a second or two
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tracer = tracer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, tracer = kwargs or {}, self.tracer
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        tracer.used.update(tracer.names[id(tensor)] for tensor in tensors if id(tensor) in tracer.names)
-        name = func._schema.name.removeprefix("aten::")
-        if name not in _COSTLY and all(tracer.value(tensor) is None for tensor in tensors):
-            return func(*args, **kwargs)
-        if name in _RECURRENT:  # PyTorch's module compares sizes with attributes of its own
-            tracer.keep_whole(tensors, f"it enters a recurrent layer ({name})")
-        rule = tracer.rule_for(func)
-        if rule is None and func._can_decompose():
-            tracer.decomposing += 1
-            try:
-                with self:
-                    return func.decompose(*args, **kwargs)
-            finally:
-                tracer.decomposing -= 1
-        arguments = bind(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if rule is None:
-            tracer.keep_whole(tensors, f"operation {name} has no rule")
-        else:
-            rule(tracer, Call(name, arguments, result, tracer.written, func))
-        return result

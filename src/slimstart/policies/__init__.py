@@ -1,27 +1,26 @@
-"""What is learned about the structure, on flat tensors: keep-probabilities or widths, masks, losses; no network.
+"""What is learned about the structure, on flat tensors: widths or keep-probabilities, masks, budgets.
 
-Two policies: `paper` (Algorithm 1 of the paper) and `equal_worth` (widths from gradients), each with its settings and
-its learner. `base` is the contract with a training, for policies of your own; `registry` has the names.
+Nothing here knows a network: its cost comes in as a `slimstart.costs.CostTable`, and which tensors a mask concerns is
+known to `slimstart.graph`.
 
-The mathematics of `paper`: drawing masks and their score (`probabilities`), with a cap on widths (`capping`); the
-gradient of s (`estimators`), Adam (`adam`), the nearest s within the budget (`projection`, on GPUs `multisection`),
-masks within the budget (`cutting`). Of `equal_worth`: widths that fill the budget (`widths`, the one place where widths
-are rounded) and the redundancy of units (`participation`). Of both: the cost of a mask and of s (`budgets`, the closed
-form in `expectation` and `dropping`) and the order of units in a group (`ranking`). `dispersion` is for studies. Costs
-come in as a plain `slimstart.costs.CostTable`.
+Open `base.py` first: the contract between a training and a policy. There are two policies:
 
-Open `paper` first: `PaperSearch._learn_` is the paper's update of s in half a dozen lines.
+- `equal_worth.py` learns widths from gradients (the default). Widths are rounded in `widths.py`, here and everywhere.
+- `paper.py` is Algorithm 1 of the paper: masks are drawn (`masks.py`), their losses give a gradient of the
+  keep-probabilities (`estimators.py`), which takes a step (`adam.py`) and is projected on the budget (`projection.py`).
+
+Both use `budgets.py`: the exact cost of a mask, and the expected cost of keep-probabilities in closed form
+(`expected_cost.py`, on index tensors of `ragged.py`). `named.py` finds a policy by its name.
 """
 
 from slimstart.policies.base import DeviceLearner, GradientLearner, Learner, Padding, Policy
 from slimstart.policies.budgets import BoundBudget, Budget, Channels, Flops, Params
 from slimstart.policies.equal_worth import EqualWorth, EqualWorthSearch
-from slimstart.policies.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of
-from slimstart.policies.masks import cut
+from slimstart.policies.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of, score
+from slimstart.policies.masks import cut, sample
+from slimstart.policies.named import POLICIES, get_policy
 from slimstart.policies.paper import SAMPLINGS, Paper, PaperSearch
-from slimstart.policies.probabilities import sample, score
 from slimstart.policies.projection import project, uniform_start
-from slimstart.policies.registry import POLICIES, get_policy
 
 __all__ = [
     "ESTIMATORS",

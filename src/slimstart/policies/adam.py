@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slimstart.policies.tables import Tables
+from slimstart.devices import Movable
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
@@ -26,7 +26,7 @@ class AdamState(NamedTuple):
     num_steps: Tensor
 
 
-class Adam(Tables):
+class Adam(Movable):
     """Adam's formula, with torch's defaults; the state is the caller's.
 
     Args:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
+from slimstart.devices import Movable
 from slimstart.errors import BudgetError
 from slimstart.policies.expected_cost import ExpectedCost
-from slimstart.policies.tables import Tables
 
 
-class BoundBudget(Tables, ABC):
+class BoundBudget(Movable, ABC):
     """A budget over one network's cost table: limit, cost of a mask, expected cost of keep-probabilities.
 
     It is made on the CPU; `to` gives one for another device, where `expected` asks for no value and a CUDA graph can

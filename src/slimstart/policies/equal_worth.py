@@ -49,8 +49,7 @@ from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.policies.base import LearnsFrom, check_count, check_type
 from slimstart.policies.budgets import BoundBudget, Budget
-from slimstart.policies.participation import participation
-from slimstart.policies.ranking import places
+from slimstart.policies.masks import places
 from slimstart.policies.widths import ALIGN, Fit
 
 logger = logging.getLogger(__name__)
@@ -300,6 +299,31 @@ class EqualWorthSearch:
         self._sums.copy_(state["sums"])
         self._seen[: len(state["seen"])].copy_(state["seen"])
         self._count.fill_(state["count"])
+
+
+def participation(samples: Tensor) -> Tensor:
+    r"""The participation ratio of gates: how many independent directions their gradients have.
+
+    With :math:`F = \mathbb{E}[g g^\top]` for the gradients g of n gates,
+
+    .. math:: r = (\mathrm{tr} F)^2 / \mathrm{tr} F^2, \qquad 1 \le r \le n,
+
+    is n if all gates change the loss equally strongly and independently, and 1 if all change it in the same way. The
+    traces, though not their ratio, are estimated without bias: that of the square from pairs of different samples,
+    :math:`\mathrm{tr} F^2 = \mathbb{E}[(g \cdot g')^2]`.
+
+    Args:
+        samples: independent gradients (num_samples, n).
+
+    Returns:
+        r; n where the samples do not determine it, as with one sample.
+    """
+    num_samples, n = samples.shape
+    products = samples @ samples.T
+    own = products.diagonal().clone()
+    of_pairs = products.fill_diagonal_(0).square().sum()
+    ratio = own.mean().square() * (num_samples * (num_samples - 1)) / of_pairs
+    return torch.where(of_pairs > 0, ratio, n).clamp(1, n)
 
 
 def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:

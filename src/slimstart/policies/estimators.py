@@ -27,7 +27,28 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from slimstart.policies.probabilities import score
+
+def score(mask: Tensor, s: Tensor, alpha: float) -> Tensor:
+    r"""The preconditioned score of raw draws,
+
+    .. math:: h = H^\alpha(s) \nabla_s \ln p(m|s) = (m - s) \, (s (1 - s))^{\alpha - 1}, \qquad
+              H^\alpha(s) = \mathrm{diag}(s \circ (1 - s))^\alpha.
+
+    With alpha = 0 there is no preconditioner. Where s is 0 or 1 the draw is certain and tells nothing: h is 0 there, so
+    every entry is finite.
+
+    Args:
+        mask: raw draws, of shape (U,) or (n, U).
+        s: keep-probabilities, of shape (U,).
+        alpha: exponent of the preconditioner, in [0, 1]; the paper's is 1/2.
+
+    Returns:
+        h, of the shape of `mask` and the type of `s`.
+    """
+    variance = s * (1 - s)
+    # The clamp is for s below the smallest normal number, whose inverse is infinite.
+    power = variance.clamp(min=torch.finfo(s.dtype).tiny) ** (alpha - 1)
+    return torch.where(variance > 0, torch.add(mask, s, alpha=-1) * power, 0.0)  # `-` would refuse a bool mask
 
 
 def pge(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:

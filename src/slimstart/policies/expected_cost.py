@@ -1,15 +1,23 @@
 r"""The expected cost of a random mask, exactly and in closed form.
 
-The cost is the polynomial of `slimstart.costs`, the mask a draw at keep-probabilities s followed by the at-least-one
-rule. With P(e) the probability that all units of event e are dropped (`slimstart.policies.dropping`),
-:math:`\mathbb{E}[n_f] = o_f + \sum_{e \in f} w_e (1 - P(e))` and
+The cost is the polynomial of `slimstart.costs`. The mask is an independent draw :math:`m_u \sim
+\mathrm{Bernoulli}(s_u)` followed by the at-least-one rule. With P(e) the probability that all units of event e are
+dropped,
 
-.. math:: \mathbb{E}[n_l n_r] = \mathbb{E}[n_l] \, \mathbb{E}[n_r] +
+.. math:: \mathbb{E}[n_f] &= o_f + \sum_{e \in f} w_e (1 - P(e)) \\
+          \mathbb{E}[n_l n_r] &= \mathbb{E}[n_l] \, \mathbb{E}[n_r] +
           \sum_{e \in l, \, f \in r} w_e w_f \, (P(e \cup f) - P(e) P(f))
 
-where only *dependent* pairs contribute: events that share a unit, or of which one contains the first unit of a group
-and the other any unit of that group. All index tables are made once; an evaluation is a dozen tensor operations, on one
-s or on many, and asks for no value.
+where only *dependent* pairs contribute: events that share a unit, or pairs in which one event contains the first unit
+of a group and the other any unit of that group. With :math:`q = 1 - s`, a group's product :math:`Q_g = \prod_{u \in g}
+q_u` and its first unit :math:`f_g`,
+
+.. math:: P(A) = \prod_g \Big[ \prod_{u \in A \cap g} q_u - [f_g \in A] \, Q_g \Big]
+
+because the first unit is kept when the draw drops the whole group.
+
+All index tables are made once. An evaluation is a dozen tensor operations, on one s or on many, and reads no value on
+the host.
 """
 
 from __future__ import annotations
@@ -18,14 +26,13 @@ import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable, Polynomial
-from slimstart.policies._ragged import Incidence, expand, group_totals, join
-from slimstart.policies.dropping import DropProbabilities, Groups
-from slimstart.policies.tables import Tables
+from slimstart.devices import Movable
+from slimstart.policies.ragged import Incidence, RaggedProduct, expand, group_totals, join
 
 CHUNK = 64
 
 
-class ExpectedCost(Tables):
+class ExpectedCost(Movable):
     """One polynomial of a cost table, ready to be evaluated on masks and on keep-probabilities.
 
     Args:
@@ -84,7 +91,7 @@ class ExpectedCost(Tables):
         return sum(a * counts[l] * counts[r] for a, (l, r) in zip(self._coefficients, self._terms, strict=True))
 
 
-class _Counts(Tables):
+class _Counts(Movable):
     r"""E[n_f] of every factor, as :math:`(o_f + \sum_e w_e) \cdot 1 - \sum_e w_e P(e)`.
 
     Sums of P(e) over at most `CHUNK` events of one factor and weight, and then a small matrix. A GPU does that in three
@@ -164,3 +171,72 @@ def _padded(factors: tuple[int, ...], one: int) -> tuple[int, int]:
     if len(factors) not in (1, 2):
         raise ValueError(f"a term of the cost table multiplies {len(factors)} factors; it must be one or two")
     return factors[0], factors[1] if len(factors) == 2 else one
+
+
+class Groups:
+    """Units by group, groups numbered 0, 1, ... without gaps."""
+
+    def __init__(self, unit_group: Tensor) -> None:
+        _, self.of_unit, self.size = torch.unique(unit_group, return_inverse=True, return_counts=True)
+        units = torch.arange(unit_group.numel())
+        first = torch.full_like(self.size, unit_group.numel())
+        self.first = first.scatter_reduce(0, self.of_unit, units, "amin")
+        self.is_first = torch.zeros(unit_group.numel(), dtype=torch.bool)
+        self.is_first[self.first] = True
+
+
+class DropProbabilities(Movable):
+    r"""P(A) of every set A of units, as a product over *atoms*.
+
+    The part of A within a group is a *block*. A block that contains the group's first unit is one atom, of value
+    :math:`\prod q_u - Q_g`; in any other, each unit is an atom of value :math:`q_u`.
+
+    Attributes:
+        position: P(A) is at `position[A]` of the result.
+        one, zero: where the result is always 1, and always 0.
+    """
+
+    def __init__(self, sets: Incidence, groups: Groups) -> None:
+        num_units, num_groups = groups.of_unit.numel(), groups.size.numel()
+        self.one, self.zero = num_units, num_units + 1
+        group = groups.of_unit[sets.member]
+        key, block, count = torch.unique(
+            sets.owner * max(num_groups, 1) + group, return_inverse=True, return_counts=True
+        )
+        block_owner, block_group = key // max(num_groups, 1), key % max(num_groups, 1)
+        has_first = torch.zeros(key.numel(), dtype=torch.bool)
+        has_first[block[groups.is_first[sets.member]]] = True
+
+        # Products of q: the blocks {first unit of g}, one for each group (most networks have no others); the blocks of
+        # several units; and the whole groups.
+        several = has_first & (count > 1)
+        number = torch.cumsum(several, 0) - 1 + num_groups
+        num_blocks = num_groups + int(several.sum())
+        rows = several[block]
+        owner = torch.cat([torch.arange(num_groups), number[block[rows]], groups.of_unit + num_blocks])
+        members = torch.cat([groups.first, sets.member[rows], torch.arange(num_units)])
+        self._of_units = RaggedProduct(_sorted(owner, members, num_blocks + num_groups), num_units + 2, self.one)
+        whose = torch.cat([torch.arange(num_groups), block_group[several]])
+        position = self._of_units.position
+        self._blocks_and_groups = torch.cat([position[:num_blocks], position[num_blocks + whose]])
+
+        blocks_from = self._of_units.num_outputs
+        block_atom = blocks_from + torch.where(several, number, block_group)
+        alone = ~has_first[block]
+        owner = torch.cat([sets.owner[alone], block_owner[has_first]])
+        atoms = torch.cat([sets.member[alone], block_atom[has_first]])
+        self._of_atoms = RaggedProduct(_sorted(owner, atoms, sets.num_sets), blocks_from + num_blocks, self.one)
+        self.position = self._of_atoms.position
+        self._constants = torch.tensor([1, 0], dtype=torch.float64)
+
+    def __call__(self, s: Tensor) -> Tensor:
+        """At keep-probabilities of shape (..., U), along the last dimension."""
+        q = torch.cat([1 - s, self._constants.expand(*s.shape[:-1], 2)], -1)
+        products = self._of_units(q)
+        blocks, whole_groups = products.index_select(-1, self._blocks_and_groups).chunk(2, -1)
+        return self._of_atoms(torch.cat([products, blocks - whole_groups], -1))
+
+
+def _sorted(owner: Tensor, member: Tensor, num_sets: int) -> Incidence:
+    order = torch.argsort(owner, stable=True)
+    return Incidence(owner[order], member[order], num_sets)

@@ -1,4 +1,19 @@
-"""Masks that keep to a budget exactly: the most probable one, and drawn ones with their least probable units cut."""
+r"""Masks from keep-probabilities: drawn, drawn with a cap on widths, the most probable one, and cut to a budget.
+
+**Draws.** Every unit has its own keep-probability, :math:`m_u \sim \mathrm{Bernoulli}(s_u)` independently.
+
+**Capped draws** keep little more units of a group than expected, so that narrow networks need little spare capacity.
+The number of kept units of a group g has mean :math:`\mu_g = \sum s_u` and variance :math:`\sigma_g^2 = \sum s_u
+(1 - s_u)`. A group that comes out with more than :math:`\lfloor \mu_g + 1.5 \sigma_g \rfloor` units is drawn again:
+its units have the distribution :math:`p(m | s, \text{within the cap})`, and a little less than one draw in ten is
+repeated.
+
+The score of a capped draw is computed as if there were no cap. The exact one differs by :math:`\nabla \ln
+P(\text{within})`, which is the same for all masks, and estimators that compare losses of several masks
+(`Estimator.centred`) lose it: :math:`\mathbb{E}[(L_1 - L_2) c] = 0` for any constant c. So they estimate the gradient
+of the capped objective without bias, except for groups that are above the cap `TRIES` times in a row (fewer than one in
+ten thousand), whose last draw is taken. The expected cost is computed without the cap; draws cost a little less.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +21,79 @@ import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
+from slimstart.devices import Movable
 from slimstart.policies.budgets import BoundBudget
-from slimstart.policies.ranking import places, ranked
+
+SPREAD = 1.5  # standard deviations from the mean to the cap
+TRIES = 4
+
+
+def sample(keep_probs: Tensor, num_masks: int, generator: torch.Generator | None = None) -> Tensor:
+    r"""Draw independent masks :math:`m_k \sim p(m|s)`.
+
+    The draw is raw: a group of units may come out empty. Keeping one unit of it all the same is part of the loss (and
+    of the cost), not of the draw, so that the score below is the draw's own.
+
+    Args:
+        keep_probs: s, of shape (U,).
+        num_masks: how many to draw.
+        generator: source of randomness, on the device of `keep_probs`; torch's global one by default.
+
+    Returns:
+        A bool tensor of shape (num_masks, U). Where s is 0 or 1, every mask agrees with it.
+    """
+    return uniform_numbers(num_masks, keep_probs.numel(), generator, keep_probs.device) < keep_probs
+
+
+def uniform_numbers(
+    num_masks: int, num_units: int, generator: torch.Generator | None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """(num_masks, num_units) numbers in [0, 1): a unit is kept where its number is below its keep-probability."""
+    # Double precision for any s: a float32 uniform is a multiple of 2^-24, and would never keep a unit below that.
+    return torch.rand(num_masks, num_units, generator=generator, dtype=torch.float64, device=device)
+
+
+class Cap(Movable):
+    """The cap on every group.
+
+    Args:
+        unit_group: (U,) int64, the group of each unit.
+    """
+
+    def __init__(self, unit_group: Tensor) -> None:
+        labels, self._group = torch.unique(unit_group.cpu(), return_inverse=True)
+        self._zeros = torch.zeros(labels.numel(), dtype=torch.float64)
+
+    def of(self, s: Tensor) -> Tensor:
+        """(num_groups,) float64: the most units that a draw should keep of each group."""
+        mean = self._zeros.index_add(0, self._group, s)
+        variance = self._zeros.index_add(0, self._group, s * (1 - s))
+        return torch.floor(mean + SPREAD * variance.clamp(min=0).sqrt() + 1e-9)  # whole means may have rounded down
+
+    def first_within(self, tries: Tensor, s: Tensor) -> Tensor:
+        """Of several independent draws (TRIES, n, U) the first within the cap, group by group; else the last: (n, U).
+
+        No value is asked for, so a CUDA graph can hold it.
+        """
+        counts = torch.zeros(*tries.shape[:-1], self._zeros.numel(), dtype=torch.float64, device=s.device)
+        within = counts.index_add_(-1, self._group, tries.double()) <= self.of(s)
+        within[-1] = True
+        chosen = within.byte().argmax(0)  # the first of equals
+        return tries.gather(0, chosen.index_select(-1, self._group)[None]).squeeze(0)
+
+
+def ranked(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Units (U,) group by group, each by falling score, among equals the first first; and the place of each of them."""
+    falling = torch.argsort(scores, descending=True, stable=True)
+    order = falling[torch.argsort(group[falling], stable=True)]
+    sizes = torch.bincount(group)
+    return order, torch.arange(len(order)) - (torch.cumsum(sizes, 0) - sizes)[group[order]]
+
+
+def places(scores: Tensor, group: Tensor) -> Tensor:
+    """(U,) int64: each unit's place in its group, 0 for the highest score; among equals the first comes first."""
+    order, place = ranked(scores, group)
+    return torch.empty_like(order).scatter_(0, order, place)
 
 
 def most_probable(s: Tensor, groups: Tensor) -> Tensor:

@@ -20,12 +20,9 @@ from slimstart.errors import CheckpointError
 from slimstart.policies.adam import Adam, AdamState
 from slimstart.policies.base import LearnsFrom, Padding, check_count, check_type
 from slimstart.policies.budgets import BoundBudget, Budget
-from slimstart.policies.capping import SPREAD, TRIES, Cap
 from slimstart.policies.estimators import Estimator, get_estimator
-from slimstart.policies.masks import cut, most_probable
-from slimstart.policies.multisection import Multisection
-from slimstart.policies.probabilities import sample, uniform_numbers
-from slimstart.policies.projection import project, uniform_start
+from slimstart.policies.masks import SPREAD, TRIES, Cap, cut, most_probable, sample, uniform_numbers
+from slimstart.policies.projection import Multisection, project, uniform_start
 
 SAMPLINGS = ("bernoulli", "capped")
 UNCAPPED_SPREAD = 4.0  # standard deviations above its mean that a width hardly ever reaches without a cap

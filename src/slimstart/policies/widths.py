@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimstart.costs import CostTable
 from slimstart.policies.budgets import BoundBudget
-from slimstart.policies.ranking import places
+from slimstart.policies.masks import places
 
 ALIGN = 8  # default; GPUs are slow at widths that are not multiples of it
 FILLED = 0.99  # share of a budget that is enough

@@ -16,8 +16,7 @@ from slimstart.graph.constraints import CONSTANT, ZERO, CostNote, Layout, Presen
 from slimstart.graph.rules.norms import per_channel_layer
 from slimstart.graph.rules.register import rule
 from slimstart.graph.rules.shapes import pairwise
-from slimstart.graph.tracer import Tracer
-from slimstart.graph.values import Call, Value
+from slimstart.graph.tracer import Call, Tracer, Value
 
 
 def _cost(tracer: Tracer, total: int, *factors: Sequence[Presence]) -> None:

@@ -9,8 +9,7 @@ from torch import Tensor
 from slimstart.graph.constraints import Layout, Presence, when_carried, when_live
 from slimstart.graph.rules.pointwise import changed
 from slimstart.graph.rules.register import rule
-from slimstart.graph.tracer import Tracer
-from slimstart.graph.values import Call
+from slimstart.graph.tracer import Call, Tracer
 
 
 def per_channel_layer(

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from slimstart.graph.constraints import Layout, when_carried
 from slimstart.graph.rules.register import operation_name, rule
 from slimstart.graph.rules.shapes import pairwise
-from slimstart.graph.tracer import Tracer
-from slimstart.graph.values import Call, Value
+from slimstart.graph.tracer import Call, Tracer, Value
 
 ADDITIONS = frozenset({"add", "sub", "rsub", "subtract"})
 UNTAGGED = (  # pointwise operations that some releases of PyTorch do not tag as such

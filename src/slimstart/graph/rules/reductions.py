@@ -12,8 +12,7 @@ from slimstart.graph.constraints import Layout, when_carried
 from slimstart.graph.rules.pointwise import changed, pointwise
 from slimstart.graph.rules.register import rule
 from slimstart.graph.rules.shapes import pairwise
-from slimstart.graph.tracer import Tracer
-from slimstart.graph.values import Call
+from slimstart.graph.tracer import Call, Tracer
 
 _POOLS = [f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("max", "avg", "adaptive_avg", "adaptive_max", "lp")]
 _RESIZES = [f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")]

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from slimstart.graph.tracer import Tracer
-from slimstart.graph.values import Call
+from slimstart.graph.tracer import Call, Tracer
 
 Rule = Callable[[Tracer, Call], None]
 RULES: dict[str, Rule] = {}

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from slimstart.graph.constraints import CONSTANT, ZERO, Count, Layout, when_carried
 from slimstart.graph.rules.register import rule
 from slimstart.graph.sizes import Expression, Size
-from slimstart.graph.tracer import Tracer
-from slimstart.graph.values import Call, Value, compress
+from slimstart.graph.tracer import Call, Tracer, Value, compress
 
 
 def _expression(size: Any) -> Expression | int:

@@ -23,7 +23,7 @@ from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.lab.methods.gates import AdamGates, straight_through
 from slimstart.policies import Budget, uniform_start
-from slimstart.policies.multisection import Multisection
+from slimstart.policies.projection import Multisection
 
 # ProbMask's release: from 1 down to 0.03, in a straight line.
 START_TEMPERATURE, END_TEMPERATURE = 1.0, 0.03

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimstart.graph import ChannelGraph
 from slimstart.policies import BoundBudget
-from slimstart.policies.ranking import places
+from slimstart.policies.masks import places
 
 
 def keep_best(scores: Tensor, widths: Tensor, graph: ChannelGraph) -> Tensor:

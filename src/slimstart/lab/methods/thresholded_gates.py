@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.costs import CostTable
-from slimstart.devices import device_of
+from slimstart.devices import Movable, device_of
 from slimstart.graph import ChannelGraph
 from slimstart.lab.methods.gates import AdamGates, straight_through
 from slimstart.lab.methods.pruning import filter_weights
 from slimstart.policies import BoundBudget, Budget
-from slimstart.policies.tables import Tables
 
 # Ours: how far the first scores of `SigmoidGates` are apart within a group. Small against what they learn: a few steps.
 SPREAD = 0.05
@@ -35,7 +34,7 @@ SPREAD = 0.05
 LEAST_SQUARE = 1e-24
 
 
-class Cutoff(Tables):
+class Cutoff(Movable):
     """Which units stay, by their scores, within a budget: in fixed work, and without asking for a value.
 
     The units by falling score, the best of every group before all others: of this list the longest beginning that

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from slimstart.policies.tables import Tables
+from slimstart.devices import Movable
 
 PADDING = 8192  # so many entries more take about the time of one kernel more, on a GPU
 
@@ -58,7 +58,7 @@ class Incidence:
         return Incidence(owner, torch.cat([self.member, unions.member]), self.num_sets + unions.num_sets)
 
 
-class RaggedProduct(Tables):
+class RaggedProduct(Movable):
     r"""The products :math:`y_i = \prod_{j \in S_i} x_j` over sets of different sizes, behind x itself.
 
     Sets are padded to powers of two, or more where that saves a table, and multiplied size by size: `torch.prod` has
