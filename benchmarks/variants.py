@@ -97,7 +97,7 @@ def main(
     parser.add_argument("--runs", type=Path, default=Path("runs") / benchmark)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    place = Place(device=args.device, data_dir=args.data_dir, timing_rounds=0)
+    place = Place(device=args.device, data_dir=args.data_dir)
     settings = {name: getattr(args, name) for name in ("model", "data", "epochs", "validation")}
     changes = {name: change_of(name) for name in args.variants.split(",")}
     texts = {name: change.text for name, change in changes.items()}

@@ -640,7 +640,7 @@ def lost(ranks: ProcessGroup, how: int, loop: str) -> tuple[str, float]:
 
 def program(ranks: ProcessGroup, folder: Path, recipe: Recipe, checkpoint_seconds: float = 1e9) -> Any:
     run = Run(folder)
-    place = Place(device="cpu", timing_rounds=0, checkpoint_seconds=checkpoint_seconds)
+    place = Place(device="cpu", checkpoint_seconds=checkpoint_seconds)
     trained = Program(recipe, run, place, ranks=ranks)
     if not run.exists:
         ranks.barrier()

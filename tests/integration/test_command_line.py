@@ -26,7 +26,7 @@ from tests.integration.test_program import outcome
 OWN = "tests.tiny_networks:with_dropout"
 TINY = [
     *("--model", OWN, "--budget", "flops=0.4", "--epochs", "2", "--batch-size", "1000", "--num-masks", "2"),
-    *("--settle-at", "0.5", "--lr", "0.05", "--timing-rounds", "1", "--device", "cpu"),
+    *("--settle-at", "0.5", "--lr", "0.05", "--device", "cpu"),
 ]
 REPOSITORY = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model=OWN, budget="flops=0.4", epochs=2, batch_size=1000, num_masks=2, settle_at=0.5, lr=0.05
     )  # as TINY says
     run.create(recipe)
-    Program(recipe, run, Place("cpu", timing_rounds=0)).train()
+    Program(recipe, run, Place("cpu")).train()
     return run.folder
 
 
@@ -85,13 +85,17 @@ def test_train_ends_with_a_table_and_a_report(slimstart: Slimstart, tmp_path: Pa
     assert status == 0
     (folder,) = (tmp_path / "runs").iterdir()
     record = records.read(folder)
+    assert record.step_ms is None
     assert f"{record.accuracy:.2f}"[:4] in output
     assert "epoch 2/2" in output
     assert str(Path("runs") / folder.name / "report.html") in output
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    status, output, _ = slimstart("train", *TINY)  # a second one takes a name of its own
+    status, output, _ = slimstart("train", *TINY, "--step-times")  # a second one takes a name of its own
     assert status == 0
-    assert len(list((tmp_path / "runs").iterdir())) == 2
+    (another,) = set((tmp_path / "runs").iterdir()) - {folder}
+    second = records.read(another)
+    assert second.step_ms is not None
+    assert (second.accuracy, second.config_hash) == (record.accuracy, record.config_hash)
     status, output, _ = slimstart("report", "runs", "--out", "both.html")
     assert status == 0
     assert Path("both.html").is_file()
@@ -146,7 +150,7 @@ def test_a_recipe_file_and_options_on_top_of_it(slimstart: Slimstart, tmp_path: 
         'extends = "fashion"\nwidth = 0.25\nepochs = 1\nbatch_size = 500\nnum_masks = 1\n'
     )
     status, _, errors = slimstart(
-        "train", "--recipe", "mine.toml", "--lr", "0.02", "--timing-rounds", "0", "--device", "cpu", "--method", "dense"
+        "train", "--recipe", "mine.toml", "--lr", "0.02", "--device", "cpu", "--method", "dense"
     )
     assert status == 0, errors
     record = records.read(tmp_path / "runs" / "mine-dense")
@@ -368,11 +372,11 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, differences: Callabl
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
     (resume,) = re.findall(r"to go on: slimstart (.*)", output)
-    again = command(*resume.split(), "--timing-rounds", "0", "--device", "cpu")
+    again = command(*resume.split(), "--device", "cpu")
     assert again.wait(120) == 0
     recipe = Run(tmp_path / "parts").recipe(OWN)
     Run(tmp_path / "whole").create(recipe)
-    Program(recipe, Run(tmp_path / "whole"), Place("cpu", timing_rounds=0)).train()
+    Program(recipe, Run(tmp_path / "whole"), Place("cpu")).train()
     assert differences(outcome(tmp_path / "parts"), outcome(tmp_path / "whole")) == []
 
 
@@ -382,7 +386,6 @@ def kill_again_and_again(folder: Path, kills: int) -> int:
 
     generator, killed = random.Random(0), 0
     arguments = ["train", *TINY, "--epochs", "4", "--resume", "--out", folder, "--checkpoint-seconds", 0]
-    arguments[arguments.index("--timing-rounds") + 1] = "0"
     while killed < kills:
         process = command(*arguments)
         assert process.stdout is not None

@@ -30,8 +30,8 @@ from tests.records import make
 slimstart = test_command_line.slimstart  # a fixture
 
 TINY = Recipe(model=OWN, batch_size=1000, num_masks=2, lr=0.05)
-QUICK = Place(device="cpu", timing_rounds=0)
-COMMON = ["--model", OWN, "--batch-size", 1000, "--num-masks", 2, "--timing-rounds", 0, "--device", "cpu"]
+QUICK = Place(device="cpu")
+COMMON = ["--model", OWN, "--batch-size", 1000, "--num-masks", 2, "--device", "cpu"]
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -189,7 +189,7 @@ def test_help_has_an_example_and_the_settings_that_hold_for_all(slimstart: Slims
     status, output, _ = slimstart("compare", "--help")
     assert status == 0
     assert "Example: slimstart compare" in output
-    assert {"--structure-lr", "--device", "--timing-rounds", "--methods", "--seeds"} <= set(output.split())
+    assert {"--structure-lr", "--device", "--step-times", "--methods", "--seeds"} <= set(output.split())
     assert not {"--method", "--seed"} & set(output.split())
 
 

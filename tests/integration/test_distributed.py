@@ -386,7 +386,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, differences: Call
 @pytest.mark.slow
 def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     settings = {"model": RECIPE.model, "budget": "flops=0.4", "epochs": "2", "batch-size": "999", "settle-at": "0.5"}
-    settings |= {"num-masks": "2", "device": "cpu", "timing-rounds": "0", "checkpoint-seconds": "0"}
+    settings |= {"num-masks": "2", "device": "cpu", "checkpoint-seconds": "0"}
     options = [word for name, value in settings.items() for word in (f"--{name}", value)]
     folder = tmp_path / "killed"
     module = ["--max-restarts", "1", "-m", "slimstart", "train", "--out", str(folder)]

@@ -34,7 +34,7 @@ def test_the_network_of_ones_own_is_trained_as_its_comment_says(
     assert run(monkeypatch, *inspect) == 0
     assert "100.0% of the FLOPs can shrink" in capsys.readouterr().out
     np.savez(tmp_path / "cifar10.npz", **random_arrays(small_cifar("cifar10")))
-    tiny = ["--epochs", "2", "--batch-size", "25", "--num-masks", "2", "--timing-rounds", "0", "--device", "cpu"]
+    tiny = ["--epochs", "2", "--batch-size", "25", "--num-masks", "2", "--device", "cpu"]
     tiny += ["--data", "cifar10", "--data-dir", str(tmp_path)]
     assert run(monkeypatch, *train, *tiny, "--out", str(tmp_path / "run")) == 0
     record = records.read(tmp_path / "run")

@@ -36,7 +36,7 @@ TINY = Recipe(
     finetune_epochs=1,
     num_masks=2,
 )
-QUICK = Place(device="cpu", checkpoint_seconds=0.0, timing_rounds=0)
+QUICK = Place(device="cpu", checkpoint_seconds=0.0)
 SELDOM = dataclasses.replace(QUICK, checkpoint_seconds=1e9)
 
 
@@ -110,7 +110,7 @@ def test_a_full_model_on_the_cpu_changes_nothing(tmp_path: Path, differences: Ca
     for steps in (1, 4):  # in the search, within a window; and with the structure fixed
         with pytest.raises(Killed):
             started(tmp_path / "apart", recipe, watcher=Killer(steps)).train()
-    program = started(tmp_path / "apart", recipe, place=dataclasses.replace(QUICK, timing_rounds=1))
+    program = started(tmp_path / "apart", recipe, place=dataclasses.replace(QUICK, step_times=True))
     assert isinstance(program.method, Search)
     record = program.train()
     assert record.config["full_model_device"] == "cpu"
@@ -144,7 +144,7 @@ def test_a_full_model_on_the_cpu_never_comes_to_the_gpu(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()  # by other tests
-    place = Place(device="cuda", checkpoint_seconds=1.0, timing_rounds=2)
+    place = Place(device="cuda", checkpoint_seconds=1.0, step_times=True)
     record = started(tmp_path / "run", recipe, place=place).train()
     assert record.device == "cuda"
     assert record.dense_step_ms is None
@@ -174,7 +174,7 @@ def test_a_polite_stop_saves_between_checkpoints(tmp_path: Path, differences: Ca
 
 
 def test_the_record_says_what_happened(tmp_path: Path) -> None:
-    program = started(tmp_path / "run", place=dataclasses.replace(QUICK, timing_rounds=2))
+    program = started(tmp_path / "run", place=dataclasses.replace(QUICK, step_times=True))
     record = program.train()
     assert record == records.read(tmp_path / "run")
     assert [epoch.phase for epoch in record.history] == ["search", "search", "train", "finetune"]
@@ -224,11 +224,12 @@ def test_training_learns(tmp_path: Path) -> None:
     assert record.history[-1].train_loss < 0.7 * record.history[0].train_loss
 
 
-def test_dense_and_narrow_have_the_structure_of_their_name(tmp_path: Path) -> None:
+def test_dense_and_uniform_have_the_structure_of_their_name(tmp_path: Path) -> None:
     base = merged(TINY, {"epochs": 1, "finetune_epochs": 0})
     dense = started(tmp_path / "dense", merged(base, {"method": "dense"})).train()
     assert (dense.flops_ratio, dense.params_ratio, dense.executed_saving, dense.train_cost_saving) == (1, 1, 1, 1)
     narrow = started(tmp_path / "uniform", merged(base, {"method": "uniform"})).train()
+    assert (narrow.step_ms, narrow.dense_step_ms, narrow.narrow_step_ms) == (None, None, None)  # nobody asked
     assert [epoch.phase for epoch in narrow.history] == ["train"]
     a, b, _ = (layer.width for layer in narrow.layers)
     assert abs(a / 8 - b / 16) <= 1 / 16  # one share for all, up to rounding
@@ -331,7 +332,7 @@ def test_step_times_that_need_too_much_memory_do_not_cost_the_record(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("slimstart.lab.run.step_times.step_times", too_large)
-    place = dataclasses.replace(SELDOM, timing_rounds=1)
+    place = dataclasses.replace(SELDOM, step_times=True)
     record = started(tmp_path / "run", merged(TINY, {"epochs": 1}), place=place).train()
     assert (record.step_ms, record.dense_step_ms) == (None, None)
     assert "step times are not measured" in caplog.text
@@ -354,7 +355,7 @@ def test_a_resumed_run_keeps_the_command_that_began_it(tmp_path: Path, monkeypat
 
 
 def test_a_place_that_cannot_be_meant() -> None:
-    for wrong in ({"workers": -1}, {"timing_rounds": -1}, {"checkpoint_seconds": float("nan")}):
+    for wrong in ({"workers": -1}, {"checkpoint_seconds": float("nan")}):
         with pytest.raises(ConfigError, match=f"`{next(iter(wrong))}` is"):
             Place(**wrong)  # type: ignore[arg-type]
 

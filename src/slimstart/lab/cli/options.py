@@ -27,14 +27,16 @@ def where(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
     checkpoint_seconds: Annotated[float, typer.Option(help="Least time between two checkpoints.")] = 60.0,
-    timing_rounds: Annotated[int, typer.Option(help="Steps to measure at the end; 0: no step times.")] = 20,
+    step_times: Annotated[
+        bool, typer.Option("--step-times", help="Measure the time of a training step at the end of the run.")
+    ] = False,
     engine: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs), or auto: what is best here.")] = "auto",
     **_: Any,
 ) -> Place:
     """Where a run computes, from all options of a command."""
     from slimstart.lab.run.environment import Place
 
-    return Place(device, data_dir, workers, download, checkpoint_seconds, timing_rounds, engine)
+    return Place(device, data_dir, workers, download, checkpoint_seconds, step_times, engine)
 
 
 def with_training_options(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:

@@ -120,8 +120,9 @@ def _resume_command(run: Run, asked: dict[str, Any], place: Place) -> str:
 
     model = asked.get("model", "")
     options = {"--model": model if is_factory(model) else None, "--data-dir": place.data_dir, "--device": place.device}
+    timing = ["--step-times"] if place.step_times else []
     words = [word for flag, value in options.items() if value not in (None, "auto") for word in (flag, str(value))]
-    return shlex.join(["slimstart", "train", "--resume", "--out", str(run.folder), *words])
+    return shlex.join(["slimstart", "train", "--resume", "--out", str(run.folder), *words, *timing])
 
 
 def _new_run(name: str | None, recipe: Recipe) -> Run:

@@ -34,12 +34,12 @@ class Place:
     workers: int = 4  # that read image folders
     download: bool = True
     checkpoint_seconds: float = 60.0
-    timing_rounds: int = 20  # 0: step times are not measured
+    step_times: bool = False  # measured at the end, beside the dense and the uniform network
     engine: str = "auto"  # "eager", "graphs", or what is best here
     batch_norm: str = "synchronised"  # over ranks, as on one; "per-rank" is faster, and another training
 
     def __post_init__(self) -> None:
-        for name in ("workers", "checkpoint_seconds", "timing_rounds"):
+        for name in ("workers", "checkpoint_seconds"):
             if not getattr(self, name) >= 0:  # NaN is not, either
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; it must not be negative")
         if self.engine not in ENGINES:

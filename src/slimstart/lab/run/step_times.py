@@ -23,6 +23,7 @@ from slimstart.steps import PlainTraining
 
 logger = logging.getLogger(__name__)
 WARM_UP = 3  # steps, in which graphs are captured and room is made
+ROUNDS = 20  # turns of each network
 LONGEST = 10.0  # seconds, after which no new round begins
 
 
@@ -44,17 +45,18 @@ def has_step_times(recipe: Recipe) -> bool:
 
 
 def measured(task: Task, own_flops: int) -> StepTimes | None:
-    """Step times beside those of the dense network and the uniform one, if they are wanted and can be had.
+    """Step times, with those of the dense and the uniform network; None where not asked for, or not possible.
 
     Args:
         own_flops: of the finished network.
     """
-    rounds = task.place.timing_rounds
-    if not rounds or not has_step_times(task.recipe) or task.ranks.size > 1:  # one rank alone cannot take a step
+    if (
+        not task.place.step_times or not has_step_times(task.recipe) or task.ranks.size > 1
+    ):  # one rank alone cannot take a step
         return None
     batch = next(iter(task.data.train.epoch(0)))
     try:
-        return step_times(task.recipe, task.make_model, batch, own_flops, task.dense.flops, task.place.engine, rounds)
+        return step_times(task.recipe, task.make_model, batch, own_flops, task.dense.flops, task.place.engine)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in f"{type(error).__name__} {error}".lower():
             raise
@@ -70,7 +72,7 @@ def step_times(
     own_flops: int,
     dense_flops: int,
     engine: str = "auto",
-    rounds: int = 20,
+    rounds: int = ROUNDS,
 ) -> StepTimes:
     """Measure steps of fresh networks on one batch.
 
