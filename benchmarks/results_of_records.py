@@ -23,7 +23,7 @@ Made by `make results` from the records under [results](../results); a test hold
 images, ± is the sample standard deviation over seeds. Dense comes first, then budget by budget from the best to the
 worst; brackets behind a method have those of its settings that differ in the table and are not the defaults.
 
-- **budget**: missed is one that the finished network is more than 2 % away from.
+- **budget**: missed is one that the finished network exceeds by more than 2 %.
 - **uniform**: the network with one share of all widths, of as many FLOPs (at most 5 % more or less), trained for as
   many epochs; in brackets, by how much the row is better than it.
 - **paper**: what the paper reports of this method on this network; **difference**: ours minus that, in points. Where

@@ -14,10 +14,10 @@ from typing import Any
 
 from slimstart.errors import RecordError
 from slimstart.lab import records
-from slimstart.lab.records import Layer, Record
+from slimstart.lab.records import Record
 
 Value = Callable[[Record], float | None]
-# What differs by less than this factor is the same; further away from its budget, a network has missed it.
+# What differs by less than this factor is the same; a network further above its budget has missed it.
 SAME = 1.02
 # Settings that stand elsewhere in a row, or in none.
 NAMED = ("model", "data", "method", "budget", "seed", "finetune_epochs")
@@ -26,25 +26,20 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 OF_THE_PAPER, ITS_ESTIMATOR = ("estimator", "sampling", "structure_lr", "num_masks"), "vr_pge"
 
 
-def _filters(layers: Iterable[Layer]) -> float | None:
-    found = list(layers)
-    return sum(layer.width for layer in found) / sum(layer.dense for layer in found) if found else None
-
-
-def _all_filters(run: Record) -> float | None:
-    return _filters(run.layers)
-
-
 def _cut_filters(run: Record) -> float | None:
-    return _filters(layer for layer in run.layers if layer.width < layer.dense)
+    """Kept filters of the layers that were cut: at least what a budget of channels counts.
+
+    A record does not say which of the other layers count as channels, and which never could be cut, as the last one.
+    """
+    cut = [layer for layer in run.layers if layer.width < layer.dense]
+    return sum(layer.width for layer in cut) / sum(layer.dense for layer in cut) if cut else None
 
 
-# What a finished network takes of what a budget limits, at least and at most: a record does not say which of the layers
-# that are whole count as channels, and which never could be cut, as the last one.
-TAKEN: dict[str, tuple[Value, Value]] = {
-    "flops": (lambda run: run.flops_ratio, lambda run: run.flops_ratio),
-    "params": (lambda run: run.params_ratio, lambda run: run.params_ratio),
-    "channels": (_cut_filters, _all_filters),
+# What a finished network takes of what a budget limits.
+TAKEN: dict[str, Value] = {
+    "flops": lambda run: run.flops_ratio,
+    "params": lambda run: run.params_ratio,
+    "channels": _cut_filters,
 }
 
 
@@ -89,16 +84,13 @@ class Row:
 
     @property
     def missed(self) -> float | None:
-        """What the finished networks take of what the budget limits, where that is not what was asked for."""
+        """What the finished networks take of what the budget limits, where that is more than the budget."""
         kind, _, text = (self.first.budget or "").partition("=")
         try:
-            limit, (least, most) = float(text), TAKEN[kind.strip()]
+            limit, taken = float(text), self.mean(TAKEN[kind.strip()])
         except (ValueError, LookupError):  # no budget, or a record of somebody else's
             return None
-        low, high = self.mean(least), self.mean(most)
-        if low is not None and low > SAME * limit:
-            return low
-        return high if high is not None and SAME * high < limit else None
+        return taken if taken is not None and taken > SAME * limit else None
 
     def values(self, value: Value) -> list[float]:
         """Of the runs that have it."""

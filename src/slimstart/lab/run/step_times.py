@@ -50,9 +50,8 @@ def measured(task: Task, own_flops: int) -> StepTimes | None:
     Args:
         own_flops: of the finished network.
     """
-    if (
-        not task.place.step_times or not has_step_times(task.recipe) or task.ranks.size > 1
-    ):  # one rank alone cannot take a step
+    # With several processes there are none, for one of them alone cannot take a step.
+    if not task.place.step_times or not has_step_times(task.recipe) or task.ranks.size > 1:
         return None
     batch = next(iter(task.data.train.epoch(0)))
     try:
