@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 INSTALLED := $(VENV)/.installed-with-tools
+DOCS := $(VENV)/.installed-for-docs
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # One thread for each test process: torch's own threads would fight the workers for the cores.
@@ -20,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install train results test lint types unit slow gpu format clean
+.PHONY: help install train results docs test lint types unit slow gpu format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,11 +39,18 @@ $(INSTALLED): $(RUNTIME)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
+$(DOCS): $(RUNTIME)
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	@touch $@
+
 train: $(RUNTIME)  ## Train on the embedded data, narrow from step one: a table and runs/*/report.html
 	$(BIN)/slimstart train --recipe fashion $(TRAIN_ARGS)
 
 results: $(RUNTIME)  ## Write docs/results.md from the records under results/
 	$(BIN)/python benchmarks/results_page.py
+
+docs: $(DOCS)  ## Build the documentation site in site/; broken links and missing pages are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
 test: lint types unit  ## Every check and the default tests
 
@@ -69,5 +77,5 @@ format: $(INSTALLED)  ## Format and mend what can be mended
 	$(BIN)/ruff format .
 
 clean:  ## Remove .venv, caches and build results
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -665,7 +665,8 @@ class SparseTraining(Stepping):
         """The network that `finish` would return now, as a copy; training goes on untouched.
 
         Args:
-            batches, loss_fn: to measure normalisation statistics; without them those of training are used.
+            batches: training data, to measure normalisation statistics; without them those of training are used.
+            loss_fn: as for `step`.
             max_batches: how many of the batches to look at.
         """
         self._check_unfinished()
@@ -691,8 +692,11 @@ class SparseTraining(Stepping):
         """The model, as a plain module: the same object, within the budget, without hooks of ours.
 
         Args:
-            batches, loss_fn, num_samples, max_batches: as for `settle`; where they are given, statistics of
-                normalisation are measured, and a policy that has not settled chooses its mask by loss.
+            batches: training data, as for `settle`: to measure statistics of normalisation, and, if the policy has not
+                settled, to choose a mask by its loss.
+            loss_fn: as for `step`.
+            num_samples: as for `settle`.
+            max_batches: as for `settle`.
             plain: remove the ports of layers on residual streams too, at the price of rows of zeros. They cost
                 multiply-adds of their own: the budget holds for the network without them.
         """

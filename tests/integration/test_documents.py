@@ -1,17 +1,27 @@
-"""The documents: their code runs, shows the present interface, and they agree on the version."""
+"""The documents: their code runs, their links and names exist, and they agree on the version."""
 
+import importlib
 import re
 import textwrap
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+import slimstart
+from scripts import docs_pages
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("**/*.md"))]
+RECIPES = "docs/recipes.md"
 FENCE = re.compile(
     r"^(?P<indent> *)```python(?P<rest>[^\n]*)\n(?P<code>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
 )
+
+
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
@@ -33,45 +43,121 @@ def test_blocks_are_found() -> None:
         blocks("```python norun\n1/0\n```\n")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_code_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a file in order, in one namespace, as a reader would type them."""
-    found = blocks((ROOT / document).read_text(encoding="utf-8"))
-    if document == "README.md":
-        assert found, "a README without code that runs"
-    monkeypatch.chdir(tmp_path)  # for files that a block writes
+def run(document: str, chosen: Iterable[tuple[int, str]]) -> None:
+    """Run blocks in one namespace, as a reader would type them; an error names the line of the document."""
     namespace: dict[str, object] = {"__name__": "__document__"}
-    for line, code in found:
-        exec(compile("\n" * line + code, str(ROOT / document), "exec"), namespace)  # errors name the document's line
+    for line, code in chosen:
+        exec(compile("\n" * line + code, str(ROOT / document), "exec"), namespace)
 
 
-def test_the_readme_begins_with_the_plain_loop() -> None:
-    (line, code), *_ = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert line < 12  # on the first screen
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != RECIPES and blocks(read(name))])
+def test_the_code_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a file, from top to bottom."""
+    monkeypatch.chdir(tmp_path)  # for files that a block writes
+    run(document, blocks(read(document)))
+
+
+def recipes() -> dict[str, tuple[int, str]]:
+    """The one block of each recipe, by its heading."""
+    text = read(RECIPES)
+    starts = [(text.count("\n", 0, match.start()), match[1]) for match in re.finditer(r"^## (.*)$", text, re.MULTILINE)]
+    ends = [*(line for line, _ in starts[1:]), text.count("\n")]
+    found = {}
+    for (start, heading), end in zip(starts, ends, strict=True):
+        (found[heading],) = ((line, code) for line, code in blocks(text) if start < line < end)
+    return found
+
+
+@pytest.mark.parametrize("heading", recipes())
+def test_every_recipe_runs_by_itself(heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs the first block of the page, and no other recipe."""
+    monkeypatch.chdir(tmp_path)
+    run(RECIPES, [blocks(read(RECIPES))[0], recipes()[heading]])
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
+def test_the_first_code_is_the_plain_loop(document: str) -> None:
+    (line, code), *_ = blocks(read(document))
+    assert line < 40
     for own in ("model(images)", "loss.backward()", "optimizer.step()", "model = sparse.finish()"):
         assert own in code
     assert len(re.findall(r"\bsparse\b", code)) == 2  # made, and finished: nothing in the loop
 
 
+def test_the_readme_is_short() -> None:
+    assert read("README.md").count("\n") <= 150
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_removed_names_are_not_shown(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
     for name in ("sparse.net", "sparse.sync", "wrap=", "sparse.traffic", "fresh=", "spread_references", "passenger"):
-        assert name not in text, name
+        assert name not in read(document), name
 
 
 def test_links_lead_somewhere() -> None:
     for document in [*DOCUMENTS, "CHANGELOG.md", "CONTRIBUTING.md"]:
-        text = (ROOT / document).read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", read(document)):
             if not re.match(r"[a-z]+:", target):
                 assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
 
 
-@pytest.mark.parametrize("document", ["CITATION.cff", "CHANGELOG.md"])
-def test_the_version_is_named(document: str) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    text = (ROOT / document).read_text(encoding="utf-8")
-    assert re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.]\d)", text)
-    if document == "CITATION.cff":
-        assert f"\nversion: {version}\n" in text
+def test_the_version_is_named() -> None:
+    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    assert f"\nversion: {version}\n" in read("CITATION.cff")
+    assert re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.]\d)", read("CHANGELOG.md"))
+
+
+# --------------------------------------------------------------------------- the site
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = re.findall(r"([\w-]+\.md)$", read("mkdocs.yml"), re.MULTILINE)
+    assert sorted(pages) == sorted([p.name for p in (ROOT / "docs").glob("*.md")] + [*docs_pages.OUTSIDE.values()])
+
+
+def test_the_api_reference_is_complete() -> None:
+    """Each `::: name` can be imported, and every public name of the package is shown."""
+    named = re.findall(r"^::: (\S+)$", read("docs/api.md") + read("docs/policies.md"), re.MULTILINE)
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+    errors = {name for name in slimstart.__all__ if name.endswith("Error")}  # shown with their module
+    assert "slimstart.errors" in named
+    assert set(slimstart.__all__) - errors <= {name.rpartition(".")[2] for name in named}
+
+
+def test_generated_parts_of_pages() -> None:
+    marked = {name for document in DOCUMENTS for name in docs_pages.MARKER.findall(read(document))}
+    assert marked == set(docs_pages.GENERATED)
+    commands = docs_pages.commands()
+    assert re.findall(r"^## (\w+)$", commands, re.MULTILINE)[:2] == ["train", "recipes"]
+    assert "`--out`\n:   Folder of the run" in commands
+    assert "slimstart report RUNS... [OPTIONS]" in commands
+    assert "`--momentum`" not in commands  # a setting of a recipe
+    assert "`momentum`\n:   " in docs_pages.settings()
+    assert "| `vgg16-cifar10` | vgg16 | cifar10 | `channels=0.293` | Table 1 | 92.5 %" in docs_pages.presets()
+
+
+@pytest.mark.parametrize(
+    ("source", "shown", "expected"),
+    [
+        ("docs/a.md", "[x](guide.md#b)", "[x](guide.md#b)"),
+        ("docs/a.md", "[x](../CONTRIBUTING.md)", "[x](contributing.md)"),
+        ("docs/a.md", "[`x`](../examples/own_model.py), y", "`x`, y"),
+        ("CONTRIBUTING.md", "[x](docs/guide.md)", "[x](guide.md)"),
+        ("CONTRIBUTING.md", "[x](README.md), [y](#z)", "[x](index.md), [y](#z)"),
+        ("docs/a.md", "[x](https://a.org)", "[x](https://a.org)"),
+        ("docs/a.md", "![x](../results/y.svg)", "![x](results/y.svg)"),
+    ],
+)
+def test_links_of_the_site(source: str, shown: str, expected: str) -> None:
+    assert docs_pages.with_site_links(shown, source) == expected
+
+
+def test_pictures_follow_the_theme() -> None:
+    picture = (
+        '<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="b.svg">\n'
+        '  <img src="a.svg" alt="Accuracy">\n</picture>'
+    )
+    expected = "![Accuracy](a.svg#only-light)\n![Accuracy](b.svg#only-dark)"
+    assert docs_pages.with_switching_pictures(picture) == expected

@@ -60,7 +60,10 @@ def verify(
     """Trace a model and compare narrow networks with masked dense ones.
 
     Args:
-        model, example_inputs, coupling, keep: as for `trace`.
+        model: as for `trace`; so are the next three.
+        example_inputs: inputs of the model.
+        coupling: "stream" or "filter".
+        keep: names of modules or parameters that are not narrowed.
         num_masks: how many random masks to try, in both modes.
         seed: of masks and random parameters.
 

@@ -7,7 +7,7 @@
 - Learned as gates by the chain rule, on the dense network (`gated_network.py`): `gates.py` has what they share,
   `sampled_gates.py`, `thresholded_gates.py` and `grow_efficient.py` the kinds, `relaxations.py` their names.
 
-How a run trains with them is in `slimstart.lab.run`. docs/baselines.md says where they follow their authors.
+How a run trains with them is in `slimstart.lab.run`. docs/methods.md says where they follow their authors.
 """
 
 from slimstart.lab.methods import l1_filter, provable, slimming, soft_filter, thinet
