@@ -1,7 +1,7 @@
 # `make train` and `make test` need Python 3.11 or newer and nothing else: they make .venv and install what is pinned.
 # `make train` trains on the embedded data set; `make test` runs every check and the default tests. Variables: PYTHON
 # (interpreter for .venv), WORKERS (parallel test processes), PYTEST_ARGS (more arguments for pytest), TRAIN_ARGS (more
-# arguments for slimstart train).
+# arguments for slimstart train), TORCH and TESTS (version to try and tests to run in make package).
 
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install train results docs test lint types unit slow gpu format clean
+.PHONY: help install train results docs test lint types unit slow gpu package format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,9 @@ slow: $(INSTALLED)  ## The slow tests
 
 gpu: $(INSTALLED)  ## The tests that need a CUDA device, slow ones too
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
+
+package: $(INSTALLED)  ## Build wheel and sdist, and try them in a clean environment
+	$(BIN)/python scripts/check_package.py $(if $(TORCH),--torch $(TORCH)) $(if $(TESTS),--tests '$(TESTS)')
 
 format: $(INSTALLED)  ## Format and mend what can be mended
 	$(BIN)/ruff check --fix .
