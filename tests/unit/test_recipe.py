@@ -38,11 +38,11 @@ def test_all_problems_are_told_at_once() -> None:
     ("settings", "message"),
     [
         ({"full_model_device": "cuda"}, "`full_model_device` is 'cuda'; it must be cpu, or left out"),
-        ({"method": "uniform"}, "the method uniform has no dense network beside .* take the method slimstart"),
+        ({"method": "uniform"}, "the method uniform has no dense network besides .* choose the method slimstart"),
         ({"method": "dense", "budget": None}, "the method dense has no dense network beside"),
         (
             {"policy": "paper", "estimator": "gumbel"},
-            "the estimator gumbel trains the dense network; .* take one of .*vr_pge",
+            "the estimator gumbel trains the dense network; .* choose one of .*vr_pge",
         ),
     ],
 )

@@ -1,8 +1,9 @@
-"""The command line: `slimstart train | evaluate | export | inspect | bench | report | recipes`.
+"""The command line: `slimstart train | compare | evaluate | export | inspect | bench | report | recipes`.
 
-Each command parses, calls the library, and shows what came out; nothing here computes. `train.py`, `networks.py` and
-`bench.py` have the commands, `display.py` what they look like. PyTorch is imported by the commands that need it, so
-that `--help` answers at once.
+Each command parses its options, calls the program, and shows the result; nothing is computed here. Open `options.py`
+first (options that `train` and `compare` share), then the file of a command: `train_commands.py`, `compare_command.py`,
+`network_commands.py`, `bench_command.py`. `display.py` has tables and progress. PyTorch is imported by the commands
+that need it, so that `--help` answers at once.
 """
 
 from slimstart.lab.cli.main import app, main

@@ -1,4 +1,4 @@
-"""`slimstart bench`: what a training step takes, beside the dense network at its best and the narrow one."""
+"""`slimstart bench`: the time of a training step, compared with the dense and the uniform network."""
 
 from __future__ import annotations
 
@@ -25,34 +25,47 @@ def add_to(app: typer.Typer) -> None:
 
 def bench(
     out: Annotated[Path, typer.Option(help="Folder for record.json and speedup.svg.")],
-    model: Annotated[str, typer.Option(help="A name of ours, timm:NAME, or your own module:factory.")] = "vgg19",
-    budget: Annotated[str, typer.Option(help="One budget, or several: flops=0.25,flops=0.10.")] = "flops=0.10",
-    batch_size: Annotated[int, typer.Option(help="Images per step; they are random.")] = 64,
-    resample_every: Annotated[str, typer.Option(help="Steps that a sub-network is held; or several: 1,50.")] = "10",
+    model: Annotated[
+        str, typer.Option(help="Network: one of ours, timm:NAME, or your own code as module:factory.")
+    ] = "vgg19",
+    budget: Annotated[str, typer.Option(help="One budget, or several as in flops=0.25,flops=0.10.")] = "flops=0.10",
+    batch_size: Annotated[int, typer.Option(help="Images per step; random ones are used.")] = 64,
+    resample_every: Annotated[
+        str, typer.Option(help="Steps between two structure updates, or several as in 1,50.")
+    ] = "10",
     structure: Annotated[
-        str, typer.Option(help="s at the start of a search, in the middle of one, or both.")
+        str, typer.Option(help="Structures to measure: those at the start of a search, those in its middle, or both.")
     ] = "start,middle",
     keep_probs: Annotated[
-        Path | None, typer.Option(help="Take the middle from a run's folder or a checkpoint; noise if not given.")
+        Path | None,
+        typer.Option(help="Run or checkpoint with the structures in the middle; random ones by default."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")] = "auto",
-    precision: Annotated[str, typer.Option(help="Of products: float32, tf32, bfloat16.")] = "float32",
-    coupling: Annotated[str, typer.Option(help="filter or stream.")] = "filter",
-    align: Annotated[int | None, typer.Option(help="Room for units in multiples of this; chosen if not given.")] = None,
-    channels_last: Annotated[bool, typer.Option(help="Ours in channels-last; plain networks in both.")] = True,
+    device: Annotated[
+        str, typer.Option(help="Device: cpu, cuda, cuda:1, ...; auto chooses a GPU if there is one.")
+    ] = "auto",
+    precision: Annotated[str, typer.Option(help="Compute precision: float32, tf32 or bfloat16.")] = "float32",
+    coupling: Annotated[
+        str, typer.Option(help="Masks of layers that write into one stream: stream (shared) or filter (their own).")
+    ] = "filter",
+    align: Annotated[
+        int | None, typer.Option(help="Pad the network to multiples of this number; chosen for the device by default.")
+    ] = None,
+    channels_last: Annotated[
+        bool, typer.Option(help="Run ours in the channels-last format; the others run in both.")
+    ] = True,
     compiled: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="Plain networks by torch.compile, too; on a GPU if not given."),
+        typer.Option("--compile/--no-compile", help="Measure them with torch.compile too; by default on a GPU."),
     ] = None,
-    image_size: Annotated[int, typer.Option(help="Side of the images.")] = 32,
-    classes: Annotated[int, typer.Option(help="Classes.")] = 10,
-    rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 20,
-    seconds: Annotated[float, typer.Option(help="No new round of a row begins after so much time.")] = 30.0,
-    seed: Annotated[int, typer.Option(help="Of weights, images and masks.")] = 0,
+    image_size: Annotated[int, typer.Option(help="Height and width of the images.")] = 32,
+    classes: Annotated[int, typer.Option(help="Number of classes.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Measurements of each network.")] = 20,
+    seconds: Annotated[float, typer.Option(help="Seconds after which no new round of measurements begins.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Random seed of the weights, the images and the masks.")] = 0,
 ) -> None:
-    """Time of a training step: ours, the dense network's at its best, and the narrow network's, which is the limit.
+    """Measure the time of a training step: ours, the dense network's, and that of a uniform network of equal FLOPs.
 
-    All take turns in one process. Ours has everything in it: drawing, both forwards, the learning of s.
+    They take turns in one process, each in its fastest form. Ours includes structure updates and both forwards.
     """
     from slimstart.lab.bench import bench_records
     from slimstart.lab.bench.bench_settings import Settings
@@ -86,7 +99,7 @@ def bench(
     _show(record.rows)
     try:
         from slimstart.lab.bench import bench_plot
-    except ImportError as error:  # a machine that only trains may do without matplotlib
+    except ImportError as error:  # matplotlib is not needed for training
         console.print(f"no plot is drawn: {error}", markup=False)
         return
     bench_plot.write(record, out / "speedup.svg")

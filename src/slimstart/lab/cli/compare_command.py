@@ -1,4 +1,4 @@
-"""`slimstart compare`: several methods side by side, each with the same epochs, budgets and seeds."""
+"""`slimstart compare`: several methods, each with the same epochs, budgets and seeds."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            help=f"Contenders with commas between them: {', '.join(METHODS)}. slimstart:paper takes the paper's "
-            "policy, slimstart:ESTIMATOR that with another estimator, l1:uniform (soft, thinet, provable, slimming) "
-            "one fraction for all layers, uniform:front_heavy shares that fall."
+            help=f"Methods to compare, with commas between them: {', '.join(METHODS)}. METHOD:VARIANT is a variant "
+            "of a method: slimstart:paper (the paper's policy), slimstart:ESTIMATOR (the same with another estimator), "
+            "l1:uniform (and soft, thinet, provable, slimming: the same share of every layer), uniform:front_heavy "
+            "(shares that fall from the first layer to the last)."
         ),
     ],
     budget: Annotated[
-        str | None, typer.Option(help="One budget, or several: flops=0.1,flops=0.05; the recipe's if not given.")
+        str | None,
+        typer.Option(help="Budget, or several as in flops=0.1,flops=0.05; by default that of the recipe."),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(help="All epochs of each contender, whatever it does with them; the recipe's.")
+        int | None, typer.Option(help="Epochs of each method, with its fine-tuning; by default those of the recipe.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="So many runs of each, with the seeds 0, 1, ...")] = 1,
+    seeds: Annotated[int, typer.Option(help="Number of runs of each method, with the seeds 0, 1, ...")] = 1,
     recipe: RecipeName = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the comparison; runs/compare-MODEL-DATA if not given.")
+        Path | None, typer.Option(help="Folder of the comparison; runs/compare-MODEL-DATA by default.")
     ] = None,
     **options: Any,
 ) -> None:
-    """Train a network by several methods, and compare what comes out: a table, and one HTML page with plots.
+    """Train a network with several methods, and write a table and an HTML page that compare the results.
 
-    Ctrl-C saves and stops; the same command goes on, and so does one with more methods, budgets or seeds.
+    Ctrl-C saves and stops. The same command continues, also with more methods, budgets or seeds.
     """
     from slimstart.lab.run.callbacks import Interrupted
     from slimstart.lab.run.comparison import refuse_changes, trials

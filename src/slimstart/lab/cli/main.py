@@ -1,4 +1,4 @@
-"""The program `slimstart`: its commands, and how it fails: one readable line with the way out.
+"""The program `slimstart`: its commands, and its errors: one readable line that says what to do.
 
 Exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
 """
@@ -22,7 +22,7 @@ from slimstart.lab.cli.display import errors
 
 app = typer.Typer(
     name="slimstart",
-    help="Train neural networks narrow from step one.",
+    help="Train neural networks that are narrow from step one, at a budget.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -43,7 +43,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def _options(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; also behind a command.")
+        bool, typer.Option("--debug", help="Show the traceback of an error; may also follow the command.")
     ] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)

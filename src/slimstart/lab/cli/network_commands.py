@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OwnModel = Annotated[
     str | None,
-    typer.Option("--model", help="Your module:factory, if the run was made with one: files never name code."),
+    typer.Option("--model", help="Your module:factory, if the run used one; no file alone makes it run."),
 ]
 
 
@@ -36,12 +36,12 @@ def add_to(app: typer.Typer) -> None:
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set is.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes a GPU where there is one.")] = "auto",
-    workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder or file of the data set; data by default.")] = None,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, ...; auto chooses a GPU if there is one.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode the images of an image_folder.")] = 4,
     model: OwnModel = None,
 ) -> None:
-    """Accuracy of a finished network on the test images."""
+    """Measure the accuracy of a finished network on the test images."""
     import torch
 
     from slimstart.flop_counter import flops
@@ -62,11 +62,13 @@ def evaluate(
 
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    out: Annotated[Path, typer.Option(help="The file to write.")],
-    format: Annotated[Format, typer.Option(help="onnx, torch (torch.export) or safetensors (with its structure).")],
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    format: Annotated[
+        Format, typer.Option(help="Kind of file: onnx, torch (torch.export) or safetensors (weights and structure).")
+    ],
     model: OwnModel = None,
 ) -> None:
-    """Write a finished network for use elsewhere; ONNX and torch.export files are run and compared with it."""
+    """Export a finished network; ONNX and torch.export files are run and compared with it."""
     import torch
 
     from slimstart.io import export as exporting
@@ -90,13 +92,18 @@ def export(
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A name of ours, timm:NAME, or your own module:factory.")],
-    image: Annotated[str, typer.Option(help="Shape of an input, channels first.")] = "3x32x32",
-    num_classes: Annotated[int, typer.Option(help="Classes.")] = 10,
-    coupling: Annotated[str, typer.Option(help="stream, or filter as in the paper.")] = "stream",
-    budget: Annotated[str | None, typer.Option(help="Also show the uniform network of this budget.")] = None,
+    model: Annotated[str, typer.Argument(help="Network: one of ours, timm:NAME, or your own code as module:factory.")],
+    image: Annotated[str, typer.Option(help="Shape of an image: CHANNELSxHEIGHTxWIDTH.")] = "3x32x32",
+    num_classes: Annotated[int, typer.Option(help="Number of classes.")] = 10,
+    coupling: Annotated[
+        str,
+        typer.Option(
+            help="Masks of layers that write into one stream: stream (shared) or filter (their own, as in the paper)."
+        ),
+    ] = "stream",
+    budget: Annotated[str | None, typer.Option(help="Show the uniform network at this budget too.")] = None,
 ) -> None:
-    """Which channels of a network live and die together, what stays whole and why, and what it all costs."""
+    """Show which channels of a network are removed together, which layers are not prunable, and what it all costs."""
     import torch
 
     from slimstart.graph import COUPLINGS, trace
@@ -118,7 +125,7 @@ def inspect(
     show_table(columns, rows)
     if graph.not_prunable:
         console.print()
-        show_table(["left whole", "why"], [[name, reason] for name, reason in graph.not_prunable.items()])
+        show_table(["not prunable", "reason"], [[name, reason] for name, reason in graph.not_prunable.items()])
     console.print()
     costs = []
     for kind in (Flops, Params, Channels):
@@ -136,7 +143,7 @@ def _finished(run: Path, recipe: Recipe, num_classes: int, in_channels: int) -> 
     from slimstart.lab.run.run_folder import Run
 
     if not Run(run).finished:
-        raise ConfigError(f"{run} is not finished; go on with: slimstart train --resume --out {run}")
+        raise ConfigError(f"{run} is not finished; continue it with: slimstart train --resume --out {run}")
 
     def factory() -> nn.Module:
         return make_model(recipe.model, num_classes=num_classes, in_channels=in_channels, width=recipe.width)

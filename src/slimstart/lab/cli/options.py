@@ -16,24 +16,28 @@ from slimstart.lab.recipes.recipe import Recipe
 if TYPE_CHECKING:
     from slimstart.lab.run.environment import Place
 
-RECIPE_PANEL = "What is trained (each overrides the recipe)"
-RecipeName = Annotated[str | None, typer.Option(help="Name of a preset (see `slimstart recipes`) or a TOML file.")]
+RECIPE_PANEL = "Settings of the recipe"
+RecipeName = Annotated[str | None, typer.Option(help="Preset (see `slimstart recipes`) or TOML file with settings.")]
 
 
 def where(
     *,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set is.")] = None,
-    download: Annotated[bool, typer.Option(help="Download CIFAR where it is missing.")] = True,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")] = "auto",
-    workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
-    checkpoint_seconds: Annotated[float, typer.Option(help="Least time between two checkpoints.")] = 60.0,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder or file of the data set; data by default.")] = None,
+    download: Annotated[bool, typer.Option(help="Download CIFAR if it is not in the data folder.")] = True,
+    device: Annotated[
+        str, typer.Option(help="Device that trains: cpu, cuda, cuda:1, ...; auto chooses a GPU if there is one.")
+    ] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode the images of an image_folder.")] = 4,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between two checkpoints, at least.")] = 60.0,
     step_times: Annotated[
         bool, typer.Option("--step-times", help="Measure the time of a training step at the end of the run.")
     ] = False,
-    engine: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs), or auto: what is best here.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="How steps run: eager, graphs (CUDA graphs), or auto for the faster of them.")
+    ] = "auto",
     **_: Any,
 ) -> Place:
-    """Where a run computes, from all options of a command."""
+    """Device, folders and the like, from all options of a command."""
     from slimstart.lab.run.environment import Place
 
     return Place(device, data_dir, workers, download, checkpoint_seconds, step_times, engine)
@@ -69,13 +73,13 @@ def _settings() -> Iterator[inspect.Parameter]:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a recipe among the options that somebody has typed."""
+    """The settings of a recipe among the options that the user has given."""
     fields = {field.name for field in dataclasses.fields(Recipe)}
     return {name: value for name, value in options.items() if name in fields and value is not None}
 
 
 def chosen(name: str | None, changes: dict[str, Any]) -> Recipe:
-    """The recipe that is asked for: a preset, a file, or the defaults, and what was given on top."""
+    """The recipe that the user has asked for: a preset, a file or the defaults, with the given changes."""
     from slimstart.lab.recipes.presets import preset
     from slimstart.lab.recipes.recipe import merged, read
 
@@ -89,5 +93,5 @@ def chosen(name: str | None, changes: dict[str, Any]) -> Recipe:
 
 
 def split(text: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """The parts of a text between commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())

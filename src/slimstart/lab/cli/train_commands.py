@@ -34,31 +34,34 @@ def add_to(app: typer.Typer) -> None:
 def train(
     *,
     recipe: RecipeName = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/NAME if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/NAME by default.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out; start it, if there is none.")
+        bool, typer.Option("--resume", help="Continue the run in --out; start one if there is none.")
     ] = False,
     batch_norm: Annotated[
-        str, typer.Option(help="With several ranks: synchronised, as on one, or per-rank, which is faster.")
+        str,
+        typer.Option(
+            help="Batch norm with several processes: synchronised (the same as in one process) or per-rank (faster)."
+        ),
     ] = "synchronised",
     rank_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a rank that does not answer counts as lost.")
+        float, typer.Option(help="Seconds without an answer after which another process counts as lost.")
     ] = 600.0,
     **options: Any,
 ) -> None:
-    """Train a network, and keep everything about the run in one folder.
+    """Train a network, and write everything about the run into one folder.
 
-    A recipe says what is trained; any of its settings can be given here too. Ctrl-C saves and stops. With several
-    processes: torchrun --nproc-per-node 8 -m slimstart train --out FOLDER ...; each takes its share of every batch.
+    Settings come from the recipe, and each of them can be given as an option. Ctrl-C saves and stops. On several GPUs:
+    torchrun --nproc-per-node 8 -m slimstart train --out FOLDER ...; each process trains on its share of every batch.
     """
     from slimstart.distributed.launch import joined, own_device, restarted, started_by_torchrun
 
     place = dataclasses.replace(where(**options), batch_norm=batch_norm)
     if resume and out is None:
-        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+        raise ConfigError("--resume needs --out, the folder of the run to continue")
     if started_by_torchrun():
         if out is None:
-            raise ConfigError("several ranks need --out, the folder of the run, so that all know it")
+            raise ConfigError("several processes need --out, the folder of the run, so that all of them know it")
         place = dataclasses.replace(place, device=own_device(place.device))
     resume = resume or (restarted() and out is not None)
     with joined(rank_timeout) as ranks:
@@ -70,7 +73,7 @@ def train(
 def _train(
     name: str | None, out: Path | None, resume: bool, asked: dict[str, Any], place: Place, ranks: ProcessGroup
 ) -> None:
-    """Train in a folder that is this program's alone; of several ranks, the first one looks after it."""
+    """Train in a folder that no other program writes to; of several processes, only the first one writes."""
     from slimstart.lab import records
     from slimstart.lab.run.callbacks import Interrupted
     from slimstart.lab.run.program import Program
@@ -88,7 +91,7 @@ def _train(
             try:
                 with display:
                     program = Program(settings, run, place, display, ranks)
-                    if not going_on:  # only now: whatever can be refused has been
+                    if not going_on:  # after everything that can be refused
                         ranks.first(lambda: run.create(settings))
                     what = f"training {settings.model} on {settings.data} ({settings.method}) in {run.folder}"
                     console.print(what + (f" on {ranks.size} ranks" if ranks.size > 1 else ""), markup=False)
@@ -103,8 +106,8 @@ def _train(
 
 
 def _opened(run: Run, name: str | None, resume: bool, asked: dict[str, Any]) -> tuple[Recipe, bool, bool]:
-    """The recipe of a run, whether it goes on, and whether there is nothing left to do."""
-    going_on = resume and (run.exists or not (name or "model" in asked))  # who means to start says with what
+    """The recipe of a run, whether it is continued, and whether it is finished."""
+    going_on = resume and (run.exists or not (name or "model" in asked))  # a new run names its network
     if going_on:
         settings = run.recipe(asked.get("model"))
         _refuse_changes(settings, asked, name)
@@ -115,7 +118,7 @@ def _opened(run: Run, name: str | None, resume: bool, asked: dict[str, Any]) -> 
 
 
 def _resume_command(run: Run, asked: dict[str, Any], place: Place) -> str:
-    """What to type to go on: the folder, and what no file remembers."""
+    """The command that continues a run: its folder, and the options that no file keeps."""
     from slimstart.lab.models import is_factory
 
     model = asked.get("model", "")
@@ -134,30 +137,28 @@ def _new_run(name: str | None, recipe: Recipe) -> Run:
 
 
 def _refuse_changes(recipe: Recipe, asked: dict[str, Any], name: str | None) -> None:
-    """A run goes on as it was begun."""
+    """Raise a ConfigError where an option differs from the recipe that the run began with."""
     wanted = asked if name is None else dataclasses.asdict(chosen(name, asked))
     if changed := [f"--{f.replace('_', '-')} {v}" for f, v in sorted(wanted.items()) if v != getattr(recipe, f)]:
-        raise ConfigError(
-            f"the run was begun with other settings; leave out {', '.join(changed)}, or choose another --out"
-        )
+        raise ConfigError(f"the run began with other settings; leave out {', '.join(changed)}, or choose another --out")
 
 
 def list_recipes() -> None:
-    """List the presets: one for every row of the paper's tables, and the methods that it compares with."""
+    """List the presets: the rows of the paper's tables, and the methods that it compares with."""
     from slimstart.lab.recipes.presets import PRESETS
 
     rows = []
     for name, entry in PRESETS.items():
         recipe = entry.recipe
         rows.append([name, recipe.model, recipe.data, recipe.budget or "", entry.about, str(entry.paper or "")])
-    show_table(["recipe", "model", "data", "budget", "what", "the paper reports"], rows)
+    show_table(["recipe", "model", "data", "budget", "about", "the paper reports"], rows)
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, record files, or folders that hold some.")],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, record files, or folders that contain them.")],
+    out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("report.html"),
 ) -> None:
-    """Compare finished runs: a table, and one self-contained HTML page with plots. Seeds are joined."""
+    """Compare finished runs in a table and a self-contained HTML page. Runs that differ in the seed are averaged."""
     from slimstart.lab.reports import find
 
     found = find(runs)
@@ -168,7 +169,7 @@ def report(
 def write_report(records: Sequence[Record], path: Path) -> None:
     try:
         from slimstart.lab.reports import page
-    except ImportError as error:  # a machine that only trains may do without matplotlib
+    except ImportError as error:  # matplotlib is not needed for training
         console.print(f"no report page is written: {error}", markup=False)
         return
     page.write(records, path)

@@ -11,7 +11,7 @@ import json
 import logging
 import tomllib
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,95 +36,103 @@ OWN_SETTINGS = ("estimator", "sampling", "structure_lr")  # fields of a recipe t
 
 
 def _setting(default: Any, about: str) -> Any:
-    """A field with a sentence about it, which the command line shows."""
+    """A field with the sentence that the command line and the documentation show about it."""
     return dataclasses.field(default=default, metadata={"help": about})
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, on what, and how. Of the training, the defaults are the paper's on CIFAR where it has some."""
+    """What is trained, on what, and how. The defaults of the training are the paper's on CIFAR, where it has some."""
 
     model: str = _setting(
-        "small", "network: a name of ours (vgg16, resnet20, ...), timm:NAME or your own module:factory"
+        "small", "Network: one of ours (vgg16, resnet20, ...), timm:NAME, or your own code as module:factory."
     )
-    width: float = _setting(1.0, "multiplies all widths of the dense network; networks of ours only")
-    data: str = _setting("fashion", "data set: fashion, cifar10, cifar100, tiny_imagenet16, image_folder")
-    image_size: int | None = _setting(None, "side of the images of an image folder; 224 if not given")
-    validation: int = _setting(0, "so many training images take the place of the test images")
+    width: float = _setting(1.0, "Factor on the widths of all layers of the dense network; only for networks of ours.")
+    data: str = _setting("fashion", "Data set: fashion, cifar10, cifar100, tiny_imagenet16 or image_folder.")
+    image_size: int | None = _setting(None, "Height and width of the images of an image_folder; 224 by default.")
+    validation: int = _setting(0, "Evaluate on this many held-out training images instead of the test set.")
 
-    method: str = _setting("slimstart", f"way to train: {', '.join(METHODS)}")
-    budget: str | None = _setting("flops=0.1", "channels=F, params=F or flops=F, a fraction of the dense network")
+    method: str = _setting("slimstart", f"Training method: {', '.join(METHODS)}.")
+    budget: str | None = _setting(
+        "flops=0.1", "Limit on the network, as a fraction of the dense one: flops=F, params=F or channels=F."
+    )
     policy: str = _setting(
         "equal_worth",
-        "of the method slimstart: equal_worth (widths, from the gradients of weights), paper (Algorithm 1)",
+        "What the method slimstart learns with: equal_worth (widths, from gradients) or paper (masks, by Algorithm 1).",
     )
     coupling: str | None = _setting(
-        None, "of filters that write into one stream: filter, stream; if not given stream, for the policy paper filter"
+        None,
+        "Layers that write into one residual stream share their masks (stream) or have their own (filter). By default "
+        "stream, and filter with the policy paper.",
     )
     estimator: str | None = _setting(
         None,
-        "of the gradient of s, for the policy paper: vr_pge (the paper; if not given), pge, vr_pge_symmetric, "
-        "leave_one_out; on the dense network, by the chain rule: ste, sigmoid_ste, gumbel, hard_concrete, "
-        "soft_threshold",
+        "Gradient of the keep-probabilities with the policy paper: vr_pge (the default), pge, vr_pge_symmetric, "
+        "leave_one_out; or gates on the dense network that learn by the chain rule: ste, sigmoid_ste, gumbel, "
+        "hard_concrete, soft_threshold.",
     )
     sampling: str | None = _setting(
         None,
-        "of masks, for the policy paper: bernoulli (the paper), capped (less room for stragglers); capped if the "
-        "estimator allows it",
+        "How the policy paper draws masks: bernoulli (as in the paper) or capped (draws with far more units than "
+        "expected are repeated). By default capped, where the estimator allows it.",
     )
     structure_lr: float | None = _setting(
-        None,
-        "learning rate of what learns the structure; that of the method's authors if not given: of the policy paper "
-        "12e-3",
+        None, "Learning rate of the structure. By default that of the method's authors; 12e-3 with the policy paper."
     )
     resample_every: int | None = _setting(
         None,
-        "steps for which a sub-network is held; if not given, such that the search is a fifth of the training; for the "
-        "policy paper 1",
+        "Steps between two structure updates. By default 1 with the policy paper, and with equal_worth such that the "
+        "search takes a fifth of the training.",
     )
     align: int | None = _setting(
         None,
-        "widths of large groups are multiples of this; 8 if not given. For the policy paper, room for units, padded "
-        "with zeros; 8 with CUDA graphs and 1 without if not given",
+        "Round the widths of large groups to multiples of this number; 8 by default. With the policy paper, pad the "
+        "network to such multiples with zeros; by default 8 with CUDA graphs and 1 without.",
     )
-    settle_at: float = _setting(1.0, "share of the epochs after which the structure is fixed")
-    num_masks: int = _setting(10, "masks from which the policy paper chooses, by loss on training batches")
+    settle_at: float = _setting(1.0, "Fraction of the epochs after which the structure no longer changes.")
+    num_masks: int = _setting(
+        10, "Masks that the policy paper draws at the end of its search, to keep the one with the least training loss."
+    )
     protocol: str = _setting(
         "original",
-        "of methods that cut a trained network: original, uniform (one share of every layer in one cut), or, of soft "
-        "alone, folded (filters with their batch norm); of uniform: original, front_heavy (shares that fall to a "
-        "quarter)",
+        "Variant of a method. All have original; l1, soft, thinet, provable and slimming have uniform (one cut that "
+        "leaves the same share of every layer); soft has folded (filters are judged together with their batch norm); "
+        "uniform has front_heavy (shares that fall by a factor of four from the first layer to the last).",
     )
-    rounds: int = _setting(1, "cuts of such a method, spread over the epochs of fine-tuning")
-    penalty: float = _setting(1e-4, "of network slimming, on the scales of batch norm")
+    rounds: int = _setting(1, "Number of cuts, spread over the fine-tuning, for methods that cut a trained network.")
+    penalty: float = _setting(1e-4, "Weight of the L1 penalty on the scales of batch norm in network slimming.")
 
-    epochs: int = _setting(300, "epochs, without those of fine-tuning")
-    batch_size: int = _setting(256, "images per step")
-    lr: float = _setting(0.1, "learning rate of the weights")
+    epochs: int = _setting(300, "Epochs of training, without those of fine-tuning.")
+    batch_size: int = _setting(256, "Images per step, over all processes.")
+    lr: float = _setting(0.1, "Learning rate of the weights.")
     schedule: str = _setting(
-        "cosine", "of the learning rate: cosine (to zero), constant, or steps:0.5,0.75x0.1, a tenth after a half, ..."
+        "cosine",
+        "Schedule of the learning rate: cosine (falls to zero), constant, or steps such as steps:0.5,0.75x0.1 (times "
+        "0.1 after half of the steps, and again after three quarters).",
     )
-    momentum: float = _setting(0.9, "of SGD")
-    weight_decay: float = _setting(5e-4, "of SGD")
-    warmup_epochs: float = _setting(0.0, "epochs in which the learning rate rises")
-    label_smoothing: float = _setting(0.0, "of the cross-entropy")
-    finetune_epochs: int = _setting(0, "more epochs with the structure fixed, or, of one that is cut, behind the cut")
-    finetune_lr: float = _setting(1e-3, "learning rate of fine-tuning")
-    finetune_schedule: str = _setting("constant", "of that learning rate; as `schedule`")
+    momentum: float = _setting(0.9, "Momentum of SGD.")
+    weight_decay: float = _setting(5e-4, "Weight decay of the optimizer.")
+    warmup_epochs: float = _setting(0.0, "Epochs at the start in which the learning rate rises linearly.")
+    label_smoothing: float = _setting(0.0, "Label smoothing of the cross-entropy loss, from 0 to 1.")
+    finetune_epochs: int = _setting(
+        0, "Further epochs with a fixed structure; for methods that cut a trained network, those after the cut."
+    )
+    finetune_lr: float = _setting(1e-3, "Learning rate of fine-tuning.")
+    finetune_schedule: str = _setting("constant", "Schedule of the learning rate of fine-tuning, as for schedule.")
 
-    precision: str = _setting("float32", f"of products: {', '.join(PRECISIONS)}")
+    precision: str = _setting("float32", f"Compute precision: {', '.join(PRECISIONS)}.")
     full_model_device: str | None = _setting(
         None,
-        "cpu: dense weights and optimizer state stay in the host's memory, for networks larger than the GPU; method "
-        "slimstart only. With the network if not given",
+        "With cpu, keep dense weights and optimizer state in the host's memory, for networks larger than the GPU; only "
+        "for the method slimstart. By default they are on the device that trains.",
     )
-    eval_every: int = _setting(1, "epochs between two evaluations")
-    seed: int = _setting(0, "of weights, batches and masks")
+    eval_every: int = _setting(1, "Epochs between two evaluations.")
+    seed: int = _setting(0, "Random seed of the weights, the batches and the masks.")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", present_name(self.method))
         if self.estimator is None:  # one hash for one run
-            object.__setattr__(self, "estimator", _own_settings(self.policy).get("estimator"))
+            object.__setattr__(self, "estimator", own_settings(self.policy).get("estimator"))
         for field in dataclasses.fields(self):
             left_out = field.default is None and getattr(self, field.name) is None
             # lr=1 is 1.0, here and in a file, so that both have one hash.
@@ -135,8 +143,10 @@ class Recipe:
                     raise ConfigError(
                         f"`{field.name}` is {getattr(self, field.name)!r}; it must be a number"
                     ) from error
-        if problems := list(_problems(self)):
-            raise ConfigError("; ".join(problems))
+        from slimstart.lab.recipes.contradictions import problems  # which imports this module
+
+        if found := list(problems(self)):
+            raise ConfigError("; ".join(found))
 
     @property
     def total_epochs(self) -> int:
@@ -181,98 +191,7 @@ def parse_budget(text: str) -> Budget:
         ) from error
 
 
-def _problems(recipe: Recipe) -> Iterator[str]:
-    """What is wrong with the fields, all of it."""
-    from slimstart.graph import COUPLINGS
-    from slimstart.lab import data, models
-    from slimstart.lab.methods import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
-    from slimstart.lab.recipes.schedules import parse_schedule
-    from slimstart.policies import ESTIMATORS, POLICIES, SAMPLINGS
-
-    choices: dict[str, tuple[str | None, ...]] = {
-        "data": data.NAMES,
-        "method": METHODS,
-        "policy": tuple(POLICIES),
-        "coupling": (None, *COUPLINGS),
-        "estimator": (None, *ESTIMATORS, *RELAXATIONS),
-        "sampling": (None, *SAMPLINGS),
-        "protocol": PROTOCOLS,
-        "precision": PRECISIONS,
-    }
-    for name, known in choices.items():
-        if getattr(recipe, name) not in known:
-            yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(filter(None, known))}"
-    if recipe.method == "slimstart" and recipe.policy in POLICIES:
-        if POLICIES[recipe.policy].learns_from == "gradients" and recipe.coupling not in (None, "stream"):
-            yield (
-                f"`coupling` is {recipe.coupling!r}, but the policy {recipe.policy} needs stream; take that, or leave "
-                "it out"
-            )
-        for name in OWN_SETTINGS:
-            if (value := getattr(recipe, name)) is not None and name not in _own_settings(recipe.policy):
-                owners = ", ".join(policy for policy in POLICIES if name in _own_settings(policy))
-                yield f"`{name}` is {value!r}, but only the policy {owners} has it; take that, or leave it out"
-    for name in ("schedule", "finetune_schedule"):
-        try:
-            parse_schedule(getattr(recipe, name))
-        except ValueError as error:
-            yield f"`{name}` is {getattr(recipe, name)!r}; {error}"
-    for name in ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every", "rounds"):
-        if getattr(recipe, name) is not None and getattr(recipe, name) < 1:
-            yield f"`{name}` is {getattr(recipe, name)}; it must be at least 1"
-    for name in ("width", "structure_lr", "lr", "finetune_lr"):
-        if getattr(recipe, name) is not None and not 0 < getattr(recipe, name) < float("inf"):
-            yield f"`{name}` is {getattr(recipe, name)}; it must be positive"
-    for name in ("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"):
-        if not 0 <= getattr(recipe, name) < float("inf"):
-            yield f"`{name}` is {getattr(recipe, name)}; it must not be negative"
-    for name in ("settle_at", "label_smoothing", "momentum"):
-        if not 0 <= getattr(recipe, name) <= 1:
-            yield f"`{name}` is {getattr(recipe, name)}; it must be in [0, 1]"
-    if recipe.warmup_epochs >= recipe.epochs:
-        yield f"`warmup_epochs` is {recipe.warmup_epochs}; it must be less than `epochs`, {recipe.epochs}"
-    if recipe.method != OWN_PROTOCOLS.get(recipe.protocol, recipe.method):
-        has = [name for name in PROTOCOLS if OWN_PROTOCOLS.get(name, recipe.method) == recipe.method]
-        yield (
-            f"`protocol` is {recipe.protocol!r}, which only the method {OWN_PROTOCOLS[recipe.protocol]} has; "
-            f"{recipe.method} has {', '.join(has)}"
-        )
-    if recipe.rounds > max(1, recipe.finetune_epochs):
-        yield (
-            f"`rounds` is {recipe.rounds}; each needs an epoch of fine-tuning, and `finetune_epochs` is "
-            f"{recipe.finetune_epochs}"
-        )
-    if recipe.method == "dense" and recipe.budget is not None:
-        yield f"`budget` is {recipe.budget!r}, but the method dense has none; leave it out"
-    if recipe.method != "dense" and recipe.budget is None:
-        yield f"`budget` is missing; the method {recipe.method} needs one, such as flops=0.10"
-    if recipe.full_model_device not in (None, "cpu"):
-        yield (
-            f"`full_model_device` is {recipe.full_model_device!r}; it must be cpu, or left out for a dense network on "
-            "the device that trains"
-        )
-    elif recipe.full_model_device is not None and recipe.method != "slimstart":
-        yield (
-            f"`full_model_device` is 'cpu', but the method {recipe.method} has no dense network beside the one that it "
-            "trains; leave it out, or take the method slimstart"
-        )
-    elif recipe.full_model_device is not None and recipe.estimator in RELAXATIONS:
-        yield (
-            f"`full_model_device` is 'cpu', but the estimator {recipe.estimator} trains the dense network; leave it "
-            f"out, or take one of {', '.join(ESTIMATORS)}"
-        )
-    if recipe.seed >= 2**63:
-        yield f"`seed` is {recipe.seed}; it must be less than 2**63"
-    if recipe.width != 1 and (models.is_factory(recipe.model) or recipe.model.startswith("timm:")):
-        yield f"`width` is {recipe.width}, but {recipe.model} is no network of ours; build it as wide as you want it"
-    if recipe.budget is not None:
-        try:
-            parse_budget(recipe.budget)
-        except ValueError as error:
-            yield str(error)
-
-
-def _own_settings(policy: str) -> dict[str, Any]:
+def own_settings(policy: str) -> dict[str, Any]:
     """Of `OWN_SETTINGS`, those of a policy, with its defaults; none where there is no such policy."""
     from slimstart.policies import POLICIES
 
@@ -297,7 +216,7 @@ def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """
     if changes.get("method") == "dense" and "budget" not in changes:
         changes = {**changes, "budget": None}
-    lost = _own_settings(recipe.policy).keys() - _own_settings(changes.get("policy", recipe.policy)).keys()
+    lost = own_settings(recipe.policy).keys() - own_settings(changes.get("policy", recipe.policy)).keys()
     if lost:
         changes = {**dict.fromkeys(("coupling", "resample_every", *lost)), **changes}
     return dataclasses.replace(recipe, **changes)

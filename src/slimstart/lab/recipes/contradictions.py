@@ -1,0 +1,130 @@
+"""What is wrong with the settings of a recipe: values out of range, and settings that contradict each other.
+
+Each problem is one sentence: the setting in backticks, its value, the rule, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from slimstart.graph import COUPLINGS
+from slimstart.lab import data, models
+from slimstart.lab.methods import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
+from slimstart.lab.recipes.recipe import METHODS, OWN_SETTINGS, PRECISIONS, own_settings, parse_budget
+from slimstart.lab.recipes.schedules import parse_schedule
+from slimstart.policies import ESTIMATORS, POLICIES, SAMPLINGS
+
+if TYPE_CHECKING:
+    from slimstart.lab.recipes.recipe import Recipe
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "data": data.NAMES,
+    "method": METHODS,
+    "policy": tuple(POLICIES),
+    "coupling": (None, *COUPLINGS),
+    "estimator": (None, *ESTIMATORS, *RELAXATIONS),
+    "sampling": (None, *SAMPLINGS),
+    "protocol": PROTOCOLS,
+    "precision": PRECISIONS,
+}
+AT_LEAST_ONE = ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every", "rounds")
+POSITIVE = ("width", "structure_lr", "lr", "finetune_lr")
+NOT_NEGATIVE = ("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed")
+FRACTIONS = ("settle_at", "label_smoothing", "momentum")
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Everything that is wrong, one sentence each."""
+    yield from _values(recipe)
+    yield from _of_the_policy(recipe)
+    yield from _of_the_method(recipe)
+    yield from _of_the_training(recipe)
+
+
+def _values(recipe: Recipe) -> Iterator[str]:
+    """Settings that are wrong by themselves."""
+    for name, known in CHOICES.items():
+        if getattr(recipe, name) not in known:
+            yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(filter(None, known))}"
+    for name in ("schedule", "finetune_schedule"):
+        try:
+            parse_schedule(getattr(recipe, name))
+        except ValueError as error:
+            yield f"`{name}` is {getattr(recipe, name)!r}; {error}"
+    if recipe.budget is not None:
+        try:
+            parse_budget(recipe.budget)
+        except ValueError as error:
+            yield str(error)
+    for name in AT_LEAST_ONE:
+        if getattr(recipe, name) is not None and getattr(recipe, name) < 1:
+            yield f"`{name}` is {getattr(recipe, name)}; it must be at least 1"
+    for name in POSITIVE:
+        if getattr(recipe, name) is not None and not 0 < getattr(recipe, name) < float("inf"):
+            yield f"`{name}` is {getattr(recipe, name)}; it must be positive and finite"
+    for name in NOT_NEGATIVE:
+        if not 0 <= getattr(recipe, name) < float("inf"):
+            yield f"`{name}` is {getattr(recipe, name)}; it must be finite and must not be negative"
+    for name in FRACTIONS:
+        if not 0 <= getattr(recipe, name) <= 1:
+            yield f"`{name}` is {getattr(recipe, name)}; it must be in [0, 1]"
+    if recipe.seed >= 2**63:
+        yield f"`seed` is {recipe.seed}; it must be less than 2**63"
+
+
+def _of_the_policy(recipe: Recipe) -> Iterator[str]:
+    if recipe.method != "slimstart" or recipe.policy not in POLICIES:
+        return
+    if POLICIES[recipe.policy].learns_from == "gradients" and recipe.coupling not in (None, "stream"):
+        yield (
+            f"`coupling` is {recipe.coupling!r}, but the policy {recipe.policy} needs stream; choose stream, or leave "
+            "it out"
+        )
+    for name in OWN_SETTINGS:
+        if (value := getattr(recipe, name)) is not None and name not in own_settings(recipe.policy):
+            owners = ", ".join(policy for policy in POLICIES if name in own_settings(policy))
+            yield f"`{name}` is {value!r}, but only the policy {owners} has it; choose that policy, or leave it out"
+
+
+def _of_the_method(recipe: Recipe) -> Iterator[str]:
+    if recipe.method == "dense" and recipe.budget is not None:
+        yield f"`budget` is {recipe.budget!r}, but the method dense has no budget; leave it out"
+    if recipe.method != "dense" and recipe.budget is None:
+        yield f"`budget` is missing; the method {recipe.method} needs one, such as flops=0.10"
+    if recipe.method != OWN_PROTOCOLS.get(recipe.protocol, recipe.method):
+        has = [name for name in PROTOCOLS if OWN_PROTOCOLS.get(name, recipe.method) == recipe.method]
+        yield (
+            f"`protocol` is {recipe.protocol!r}, which only the method {OWN_PROTOCOLS[recipe.protocol]} has; "
+            f"{recipe.method} has {', '.join(has)}"
+        )
+    if recipe.full_model_device not in (None, "cpu"):
+        yield (
+            f"`full_model_device` is {recipe.full_model_device!r}; it must be cpu, or left out to keep the dense "
+            "network on the device that trains"
+        )
+    elif recipe.full_model_device is not None and recipe.method != "slimstart":
+        yield (
+            f"`full_model_device` is 'cpu', but the method {recipe.method} has no dense network besides the one that "
+            "it trains; leave it out, or choose the method slimstart"
+        )
+    elif recipe.full_model_device is not None and recipe.estimator in RELAXATIONS:
+        yield (
+            f"`full_model_device` is 'cpu', but the estimator {recipe.estimator} trains the dense network; leave it "
+            f"out, or choose one of {', '.join(ESTIMATORS)}"
+        )
+    if recipe.width != 1 and (models.is_factory(recipe.model) or recipe.model.startswith("timm:")):
+        yield (
+            f"`width` is {recipe.width}, but it only applies to networks of ours, and {recipe.model} is not one; leave "
+            "it out, and build the network with the widths that you want"
+        )
+
+
+def _of_the_training(recipe: Recipe) -> Iterator[str]:
+    if recipe.warmup_epochs >= recipe.epochs:
+        yield f"`warmup_epochs` is {recipe.warmup_epochs}; it must be less than `epochs`, {recipe.epochs}"
+    if recipe.rounds > max(1, recipe.finetune_epochs):
+        yield (
+            f"`rounds` is {recipe.rounds}, but each round needs an epoch of fine-tuning, and `finetune_epochs` is "
+            f"{recipe.finetune_epochs}"
+        )
