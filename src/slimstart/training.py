@@ -45,7 +45,6 @@ from slimstart.graph import ChannelGraph
 from slimstart.io import checkpoints
 from slimstart.narrow import Change, Executed, Transactions, is_pretrained, recalibrate, suit_, trace_verified
 from slimstart.narrow.compact import tensor_names
-from slimstart.narrow.followers import follower
 from slimstart.narrow.hooks import hooks_in, remove_hooks
 from slimstart.narrow.model_state import ModelState
 from slimstart.narrow.optimizer_state import held_by, unwrapped
@@ -249,7 +248,7 @@ class SparseTraining(Stepping):
         self._check()
         began, before = time.perf_counter(), (self._networks.version, self._steps.num_captures)
         if self.needs_reference:
-            self._networks.note_buffers()
+            self._networks.references.take_snapshot()
         captured = self._captured(self._steps, loss_fn, batch)
         if captured is None:
             result = self._step_eagerly(loss_fn, batch)
@@ -275,11 +274,11 @@ class SparseTraining(Stepping):
 
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
         if self.needs_reference:
-            self._networks.note_buffers()
+            self._networks.references.take_snapshot()
         with undoing_statistics(self._networks.statistics), reporting():
             with self._kernels:
                 loss, more = loss_of(loss_fn(self._network, *batch))
-                others = self._networks.references(note=False) if self.needs_reference else ()
+                others = self._networks.references.of_draw(snapshot=False) if self.needs_reference else ()
                 reference_losses = [forward_without_trace(loss_fn, net, batch) for net in others]
             found = self._average([loss, *reference_losses], self.num_examples)
             check_finite(self.num_steps, *found.losses, unchanged=self._unchanged)
@@ -510,7 +509,7 @@ class SparseTraining(Stepping):
         """The other networks of the draw, one after the other; none where no reference is needed."""
         self._transaction.recover()
         if self.needs_reference:
-            yield from self._networks.references()
+            yield from self._networks.references.of_draw()
 
     def follow(self, copy: nn.Module) -> None:
         """Let a copy of the model change its structure with it: an `AveragedModel`, timm's `ModelEmaV3`, a deep copy.
@@ -521,7 +520,7 @@ class SparseTraining(Stepping):
         self._check_unfinished()
         if self._networks.selection.padded:
             raise ValueError("a copy cannot follow a padded network; use `engine='eager'`, or a policy without padding")
-        self._networks.followers.append(follower(copy, self._networks))
+        self._networks.follow(copy)
 
     def _warn_of_copies(self) -> None:
         followed = {hook for network, _ in self._networks.followers for hook in hooks_in(network.module)}
@@ -751,7 +750,9 @@ class SparseTraining(Stepping):
             return self.process_group.average([loss], num_examples(batch)).losses[0]
 
         with self._kernels:
-            best = least_loss(self._networks.of_masks(masks), batches, over_processes) if len(masks) > 1 else 0
+            best = (
+                least_loss(self._networks.references.of_masks(masks), batches, over_processes) if len(masks) > 1 else 0
+            )
         return self.graph.costs.at_least_one(masks[best])
 
     def _measure(self, net: nn.Module, batches: Sequence[Any] | None, loss_fn: LossFunction | None) -> None:

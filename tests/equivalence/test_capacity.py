@@ -12,7 +12,8 @@ from torch.optim import SGD, Adam
 from slimstart import Flops, Paper, SparseTraining, flops, trace
 from slimstart.graph import ChannelGraph
 from slimstart.lab import models
-from slimstart.narrow.capacity import RENEW, Capacity, Layout, Planner, aligned
+from slimstart.narrow.capacity import RENEW, Capacity, Planner, aligned
+from slimstart.narrow.placement import Placement
 from tests.zoo import ZOO, Entry, call, cast, tensors
 
 OPTIMIZERS = {
@@ -135,7 +136,7 @@ def test_capacity_is_enough_aligned_and_changes_seldom(seed: int, align: int, co
             units, most = int(capacity.units[number]), int(kept[:, group.units.start : group.units.stop].sum(1).max())
             assert most <= units
             assert units % (2 * align if units > 5 * align else align) == 0 or units == len(group.units)
-        assert bool(Layout(graph, capacity, torch.device("cpu"))(kept).fits)
+        assert bool(Placement(graph, capacity, torch.device("cpu"))(kept).fits)
     assert changes <= 3
 
 
@@ -171,7 +172,7 @@ def test_positions_are_those_of_the_selection(seed: int, coupling: str) -> None:
     kept = graph.costs.at_least_one(torch.rand(2, graph.num_units, generator=generator) < s)
     planner = Planner(graph, 4, spread=4.0)
     capacity = planner(None, kept, s)
-    layout = Layout(graph, capacity, torch.device("cpu"))
+    layout = Placement(graph, capacity, torch.device("cpu"))
     positions = layout(kept)
     for number, mask in enumerate(kept):
         inner, padded = graph.select(mask), graph.select(mask, layout.frame(mask))
@@ -234,7 +235,7 @@ def test_what_is_not_kept_is_neither_read_nor_written() -> None:
     mask = torch.rand(graph.num_units, generator=generator) < 0.4
     kept = graph.costs.at_least_one(mask)
     capacity = Planner(graph, 8, spread=4.0)(None, kept[None], None)
-    frame = Layout(graph, capacity, torch.device("cpu")).frame(kept)
+    frame = Placement(graph, capacity, torch.device("cpu")).frame(kept)
     inner, padded = graph.select(mask), graph.select(mask, frame)
     for name, parameter in models.build("resnet20", num_classes=10).named_parameters():
         dense = parameter.detach().clone()

@@ -9,11 +9,11 @@ dense module to a narrow state dict; `hooks.py` has hooks that do nothing in cop
 """
 
 from slimstart.narrow.batchnorm import recalibrate
-from slimstart.narrow.capacity import Capacity, Planner
+from slimstart.narrow.capacity import Capacity, Executed, Planner
 from slimstart.narrow.change import Change, Transactions
 from slimstart.narrow.compact import compact
 from slimstart.narrow.init_scale import compact_fresh, is_pretrained, suit_
-from slimstart.narrow.networks import Executed, Networks
+from slimstart.narrow.networks import Networks
 from slimstart.narrow.shrink import shrink_to
 from slimstart.narrow.store import Key, Store
 from slimstart.narrow.verify import Report, trace_verified, verify

@@ -1,9 +1,6 @@
-"""Modules whose tensors are those of a selection: the user's own, copies that follow it, and references."""
+"""A module whose tensors are those of a selection: the user's own model, a copy that follows it, a reference."""
 
 from __future__ import annotations
-
-import copy
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +16,6 @@ from slimstart.narrow.compact import (
     tensor_names,
     tensor_places,
 )
-from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.store import Key, Store
 from slimstart.narrow.stream_ports import close_port, set_port
 
@@ -109,133 +105,20 @@ class Network:
             change.call(set_port, layer, sides[0], sides[1], width, dims)
 
 
-class Companion(Network):
-    """A second network beside the model: it shares parameters that cannot shrink, and has buffers of its own.
-
-    So a forward through it leaves no trace in the model.
+def find_copy(copy: nn.Module, model: nn.Module) -> nn.Module:
+    """The copy of a model that a module is, or holds.
 
     Args:
-        model: narrow or dense.
-        graph: of the model.
-        whole_buffers: owners and names of the model's buffers that cannot shrink.
+        copy: a copy of the model as it is now, or a module that holds one as `module` or `ema_model`.
+        model: dense or narrow.
     """
-
-    def __init__(self, model: nn.Module, graph: ChannelGraph, whole_buffers: Sequence[tuple[nn.Module, str]]) -> None:
-        memo: dict[int, object] = {}
-        for name, tensor in tensor_names(model).items():
-            if name in graph.tensors:
-                empty = tensor.detach().new_empty(0)
-                memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-            elif isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = tensor
-        module = copy.deepcopy(model, memo)
-        remove_hooks(module)
-        super().__init__(module, graph)
-        self._pairs = list(zip(model.modules(), module.modules(), strict=True))
-        self._seen: dict[int, tuple[int, int]] = {}  # versions of both buffers when they were last equal
-        twins = dict(self._pairs)
-        self._buffers = [(twins[owner], key) for owner, key in whole_buffers]
-
-    @torch.no_grad()
-    def follow(self, values: Sequence[Tensor]) -> None:
-        """Be in the model's modes, and have these values of the buffers that cannot shrink."""
-        for mine, twin in self._pairs:
-            if twin.training is not mine.training:  # to set an attribute of a module takes far longer than to look
-                twin.training = mine.training
-        for number, (value, (twin, key)) in enumerate(zip(values, self._buffers, strict=True)):
-            own = self.buffer(number)
-            if self._seen.get(number) == (value._version, own._version):
-                continue
-            if alike(own, value):
-                own.copy_(value)
-            else:
-                own = twin._buffers[key] = value.detach().clone()
-            self._seen[number] = (value._version, own._version)
-
-    def buffer(self, number: int) -> Tensor:
-        """One of the buffers that cannot shrink."""
-        twin, key = self._buffers[number]
-        buffer: Tensor = getattr(twin, key)
-        return buffer
-
-    def become(self, store: Store, selection: Selection, device: torch.device, values: Sequence[Tensor]) -> None:
-        """Be the network of a selection; `values` as for `follow`."""
-        change = Change()
-        self.fill(change, store, selection, device, in_place=False)
-        self.point_ports(change, selection)
-        change.apply()
-        torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
-        self.follow(values)
-
-
-class WholeBuffers:
-    """A model's buffers that cannot shrink, and what they held at the beginning of a step.
-
-    References begin a step with what the model begins it with; a forward of the model may change it, and may run in
-    parallel.
-
-    Attributes:
-        places: owners and names.
-    """
-
-    def __init__(self, network: Network) -> None:
-        shrinking = {id(network.tensor(name)) for name in network.graph.tensors}
-        self.places = [
-            (owner, key)
-            for owner in network.module.modules()
-            for key, buffer in owner._buffers.items()
-            if buffer is not None and id(buffer) not in shrinking
-        ]
-        self._noted: dict[int, tuple[Tensor, int]] = {}  # values, and their versions then
-        self._changing: set[int] = set()  # those that have been seen to change
-
-    @property
-    def values(self) -> list[Tensor]:
-        """What they hold now."""
-        return [getattr(owner, key) for owner, key in self.places]
-
-    @property
-    def is_noted(self) -> bool:
-        return len(self._noted) == len(self.places)
-
-    @property
-    def noted(self) -> list[Tensor]:
-        """What they held when they were noted."""
-        return [self._noted[number][0] for number in range(len(self.places))]
-
-    @property
-    def changing(self) -> list[int]:
-        """The numbers of those that have been seen to change."""
-        return sorted(self._changing)
-
-    @torch.no_grad()
-    def note(self) -> bool:
-        """Note their values; returns whether a graph that reads the noted ones must be captured again."""
-        stale = False
-        copies: list[Tensor] = []
-        values: list[Tensor] = []
-        for number, buffer in enumerate(self.values):
-            noted, version = self._noted.get(number, (None, -1))
-            if noted is None or not alike(noted, buffer):
-                self._noted[number] = buffer.detach().clone(), buffer._version
-                stale |= number in self._changing
-                continue
-            if version != buffer._version:
-                stale |= number not in self._changing
-                self._changing.add(number)
-                self._noted[number] = noted, buffer._version
-            if number in self._changing:  # without a new version, too: a graph gives none
-                copies.append(noted)
-                values.append(buffer)
-        if copies:
-            torch._foreach_copy_(copies, values)
-        return stale
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._noted.clear()
-
-
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors can be copied into each other as they are."""
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    shapes = {name: tensor.shape for name, tensor in tensor_names(model).items()}
+    for module in (copy, getattr(copy, "module", None), getattr(copy, "ema_model", None)):
+        if not isinstance(module, nn.Module) or module is model:
+            continue
+        if {name: tensor.shape for name, tensor in tensor_names(module).items()} == shapes:
+            return module
+    raise ValueError(
+        "`copy` is no copy of the model as it is now: names or shapes differ. Make it after the SparseTraining, with "
+        "copy.deepcopy(model), AveragedModel(model) or the like"
+    )

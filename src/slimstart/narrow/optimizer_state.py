@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slimstart.errors import OptimizerStateError
+from slimstart.narrow.store import Key, Store
 
 UNWRAPPED = ("optimizer", "base_optimizer", "_base_optimizer")  # where wrappers keep what they wrap
 
@@ -79,6 +80,15 @@ class Entry:
     optimizer: Optimizer
     group: dict[str, Any]
     parameter: nn.Parameter
+
+    @property
+    def place(self) -> Key:
+        """The key of the dense tensor in a store."""
+        return Key(self.name, self.key)
+
+    def start_in(self, store: Store) -> float | None:
+        """What entries of the dense tensor start from, as for `Store.like`; `initial` where the store has none yet."""
+        return 0.0 if self.place in store else self.initial
 
     @property
     def initial(self) -> float | None:

@@ -1,12 +1,20 @@
-"""Gradients of padding, which are kept at zero: otherwise padding would learn.
+"""Padded networks: the networks of a draw that have spare capacity, so that their shapes survive the next draw.
+
+Tensors of static networks keep their addresses while the capacity does, so that captured steps remain valid. Three
+methods of `PaddedNetworks` move such networks to another draw, and read no value on the host, so that a CUDA graph can
+hold them:
+
+    propose()       masks -> positions, and whether they fit the capacity
+    write_back()    the trained network -> the store
+    accept()        the proposed positions are taken: the store -> the trained network
 
 Padding computes zero, but a gradient can reach it all the same: through a stream that another layer writes too, or from
-an activation that does not keep zero.
+an activation that does not keep zero. `PaddingGradients` sets such gradients to zero, otherwise padding would learn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,11 +23,170 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from slimstart.graph import Selection
+from slimstart.kernels import Move, Moves
+from slimstart.narrow.capacity import Capacity
+from slimstart.narrow.change import Change
 from slimstart.narrow.compact import in_order_of
+from slimstart.narrow.modules import Network
+from slimstart.narrow.optimizer_state import Entry
+from slimstart.narrow.placement import Placement, Positions
+from slimstart.narrow.references import FixedBuffers, ReferenceNetwork
+from slimstart.narrow.store import Key, Store
+from slimstart.narrow.stream_ports import Side, set_port
+
+
+class PaddedNetworks:
+    """The trained network and the references of a draw, in one capacity.
+
+    Args:
+        network: the model.
+        store: the dense tensors.
+        buffers: of the model, which cannot shrink.
+        capacity: of all networks.
+        placement: of this capacity.
+        masks: (n, U), of the present draw, after the at-least-one rule.
+        positions: of these masks.
+
+    Attributes:
+        capacity, placement, masks, positions: as above; `accept` changes masks and positions in place.
+        proposed_masks, proposed: those that `propose` was last called with; at first the present ones.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        store: Store,
+        buffers: FixedBuffers,
+        capacity: Capacity,
+        placement: Placement,
+        masks: Tensor,
+        positions: Positions,
+    ) -> None:
+        self._network, self._graph, self._store, self._buffers = network, network.graph, store, buffers
+        self.capacity, self.placement = capacity, placement
+        self.masks, self.positions = masks, positions
+        self.proposed_masks, self.proposed = masks.clone(), positions.clone()
+        self._reference: ReferenceNetwork | None = None
+        self._reference_ports = positions.ports[0].clone()
+        self._known: object = None  # addresses and types of the tensors for which the tables below were made
+
+    def become(self, change: Change, masks: Tensor, positions: Positions) -> None:
+        """Add to a change: other masks of the same capacity, in the same tensors."""
+        change.copy(self.masks, masks)
+        change.copy(self.positions.row, positions.row)
+        change.copy(self.positions.ports, positions.ports)
+
+    def set_ports(self, change: Change, network: Network, buffer: Tensor) -> None:
+        """Add to a change: ports of a network at static positions, which `buffer` holds."""
+        found: dict[str, list[Side | None]] = {name: [None, None] for name in network.ports}
+        for (name, is_write), (own, num_own, stream, num_stream) in self.placement.ports.items():
+            found[name][is_write] = Side(buffer[own : own + num_own], buffer[stream : stream + num_stream])
+        reads, writes = self._graph.reads, self._graph.writes
+        for name, (read, write) in found.items():
+            dims = reads[name].dim if name in reads else 0, writes[name].dim if name in writes else 0
+            width = 0 if write is None or write.back is None else len(write.back)
+            change.call(set_port, network.ports[name], read, write, width, dims)
+
+    # --- moves on the device -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def propose(self, masks: Tensor) -> None:
+        """Compute the positions of raw masks, in `proposed`."""
+        kept = self._graph.costs.at_least_one(masks)
+        self.proposed_masks.copy_(kept)
+        self.proposed.copy_(self.placement(kept))
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Write the tensors of the trained network to the store."""
+        self._moves.scatter_(self.positions.row[0])
+
+    @torch.no_grad()
+    def accept(self) -> None:
+        """Become the proposed networks."""
+        self.masks.copy_(self.proposed_masks)
+        self.positions.copy_(self.proposed)
+        self._moves.gather_(self.positions.row[0])
+        self._mark_real.gather_(self.positions.row[0])
+
+    def move(self) -> None:
+        """Go from the present networks to the proposed ones."""
+        self.write_back()
+        self.accept()
+
+    @torch.no_grad()
+    def load_reference(self, number: int) -> None:
+        """Fill the reference network with the values of mask `number` (1, 2, ...)."""
+        self._fill_reference.gather_(self.positions.row[number])
+        self._reference_ports.copy_(self.positions.ports[number])
+        if changing := self._buffers.changing:
+            snapshot = self._buffers.snapshot
+            torch._foreach_copy_([self.reference.buffer(one) for one in changing], [snapshot[one] for one in changing])
+
+    @property
+    def reference(self) -> ReferenceNetwork:
+        """The reference network, whose tensors keep their addresses; there is one after `make_tables`."""
+        assert self._reference is not None
+        return self._reference
+
+    def make_tables(self, entries: Sequence[Entry], real: Mapping[str, Tensor]) -> bool:
+        """Make the tables of all moves, unless those that exist are for the present tensors.
+
+        Tensors are replaced by others where an optimizer makes its state in the first step, or the user moves the
+        model.
+
+        Args:
+            entries: the optimizers' state.
+            real: as of `PaddingGradients`.
+
+        Returns:
+            Whether earlier tables were replaced, so that CUDA graphs that hold moves must be captured again.
+        """
+        network, store = self._network, self._store
+        narrow = {name: network.tensor(name).detach() for name in self._graph.tensors}
+        now = [(t.data_ptr(), t.dtype) for t in (*narrow.values(), *(entry.value for entry in entries))]
+        if now == self._known:
+            return False
+        stale = self._known is not None
+        moves = [self._move(name, store.like(Key(name), tensor), tensor) for name, tensor in narrow.items()]
+        for entry in entries:
+            dense = store.like(entry.place, entry.value, entry.start_in(store))
+            moves.append(self._move(entry.name, dense, entry.value))
+        self._moves = Moves(moves)
+        self._mark_real = Moves([self._move(name, self._ones(name, one), one) for name, one in real.items()])
+        if len(self.masks) > 1:
+            reference = self._reference
+            if reference is None or any(reference.tensor(n).dtype != t.dtype for n, t in narrow.items()):
+                reference = self._reference = self._new_reference()
+            self._fill_reference = Moves(
+                [self._move(n, store[Key(n)], reference.tensor(n).detach()) for n in self._graph.tensors]
+            )
+        self._known = now
+        return stale
+
+    def forget_tables(self) -> None:
+        """Make `make_tables` make them again."""
+        self._known = None
+
+    def _new_reference(self) -> ReferenceNetwork:
+        reference = ReferenceNetwork(self._network.module, self._graph, self._buffers.places)
+        change, mask = Change(), self.masks[1]
+        selection = self._graph.select(mask, self.placement.frame(mask))
+        reference.fill(change, self._store, selection, mask.device, in_place=False)
+        self.set_ports(change, reference, self._reference_ports)
+        change.apply()
+        return reference
+
+    def _ones(self, name: str, like: Tensor) -> Tensor:
+        """Dense ones without memory of their own: gathered, they are 1 where a channel is real and 0 at padding."""
+        return torch.ones((), dtype=like.dtype, device=like.device).expand(self._store[Key(name)].shape)
+
+    def _move(self, name: str, dense: Tensor, narrow: Tensor) -> Move:
+        return Move(dense, narrow, {p.dim: self.placement.start[p.axis] for p in self._graph.tensors.get(name, ())})
 
 
 class PaddingGradients:
-    """Hooks on parameters that clear the gradients of their padding.
+    """Hooks on parameters that set the gradients of their padding to zero.
 
     Attributes:
         real: for every padded parameter by name, 1 where it is real and 0 where it is padding; empty without padding.
@@ -31,32 +198,32 @@ class PaddingGradients:
         self._handles: dict[str, RemovableHandle] = {}
         self._by_hook = True
 
-    def watch(self) -> None:
+    def register(self) -> None:
         """Register the hooks that are missing: a parameter may have been frozen until now."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self._handles:
-                self._handles[name] = parameter.register_post_accumulate_grad_hook(partial(self._clear_one, name))
+                self._handles[name] = parameter.register_post_accumulate_grad_hook(partial(self._zero_one, name))
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles.values():
             handle.remove()
 
-    def _clear_one(self, name: str, parameter: Tensor) -> None:
+    def _zero_one(self, name: str, parameter: Tensor) -> None:
         if self._by_hook and parameter.grad is not None and name in self.real:
             parameter.grad.mul_(self.real[name])
 
     @contextmanager
-    def left_alone(self) -> Iterator[None]:
-        """Within, gradients of padding are left as they come, for `clear` to clear them all at once."""
+    def without_hooks(self) -> Iterator[None]:
+        """Do nothing in backward passes within this context; `zero` is called afterwards, in fewer kernels."""
         self._by_hook = False
         try:
             yield
         finally:
             self._by_hook = True
 
-    def clear(self) -> None:
-        """Clear the gradients of all padding."""
+    def zero(self) -> None:
+        """Set the gradients of all padding to zero."""
         found = [(p.grad, self.real[name]) for name, p in self._parameters.items() if p.grad is not None and self.real]
         if found:
             torch._foreach_mul_([grad for grad, _ in found], [real for _, real in found])

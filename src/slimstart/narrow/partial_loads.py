@@ -105,7 +105,7 @@ class PartialLoads:
 
     def _loaded(self, optimizer: Optimizer) -> None:
         self._after(optimizer)
-        self._networks.exchanged()
+        self._networks.tensors_replaced()
         mask, self._mask = self._mask, None
         other = mask is not None and not torch.equal(mask, self._networks.exact_selection.mask)
         for parameter, state in list(optimizer.state.items()):

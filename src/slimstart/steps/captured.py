@@ -42,7 +42,7 @@ class Subject(Protocol):
         """Buffers that a forward changes, to be put back where the loss is not finite."""
 
     @property
-    def companions(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
+    def static_references(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
         """Networks that run forward beside it, each with what fills it before."""
 
     def without_hooks(self) -> AbstractContextManager[None]:
@@ -148,7 +148,7 @@ class CapturedStep:
         vars(self).pop("_loss", None)  # with its activations; the graphs have their memory
         self._more = detached(vars(self).pop("_more", NOTHING))
         self.references = []
-        for number, (fill, module) in enumerate(subject.companions, start=1):
+        for number, (fill, module) in enumerate(subject.static_references, start=1):
             fill()
             run = self._planned(module, loss_fn, batch, no_grad=True)
             self.references.append(capture(partial(self._reference, run, fill, number), beside))
@@ -167,7 +167,7 @@ class CapturedStep:
                 return run()
 
         device = self._board.losses.device
-        # Of companions, too: not all are filled again before they run.
+        # Of references, too: not all are filled again before they run.
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         try:
             with torch.random.fork_rng(devices=[device]):

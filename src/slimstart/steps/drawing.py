@@ -114,7 +114,7 @@ class DeviceDrawing(Drawing):
             self._networks.refresh()  # an eager step within the window may have made optimizer state
             self._graphs.move()
             return None
-        return Draw(self._networks.proposed_masks.clone(), look=True)
+        return Draw(self._networks.on_device.proposed_masks.clone(), look=True)
 
     def _launch(self, graph: Graphed) -> None:
         """Run learning or drawing on the other stream, after everything that the current one has been given."""
@@ -149,7 +149,7 @@ class DeviceDrawing(Drawing):
                 version=self._networks.version,
                 learn=Graphed(self._learn, warm=warm),
                 draw=Graphed(self._draw),
-                move=Graphed(self._networks.move, warm=warm),
+                move=Graphed(self._networks.on_device.move, warm=warm),
             )
         return self._made
 
@@ -158,20 +158,20 @@ class DeviceDrawing(Drawing):
         self._draw()
 
     def _draw(self) -> None:
-        self._networks.propose(self.learner.draw_with(self._numbers))
-        self._fits.copy_(self._networks.proposed.fits, non_blocking=True)
+        self._networks.on_device.propose(self.learner.draw_with(self._numbers))
+        self._fits.copy_(self._networks.on_device.proposed.fits, non_blocking=True)
 
     @property
     def pending(self) -> Tensor | None:
         self._drawn.synchronize()
-        return self._networks.proposed_masks.to("cpu", copy=True) if self._waiting else None
+        return self._networks.on_device.proposed_masks.to("cpu", copy=True) if self._waiting else None
 
     @pending.setter
     def pending(self, masks: Tensor | None) -> None:
         self._waiting = masks is not None
         if masks is not None:
-            self._networks.propose(masks.to(self._losses.device))
-            self._fits.copy_(self._networks.proposed.fits)
+            self._networks.on_device.propose(masks.to(self._losses.device))
+            self._fits.copy_(self._networks.on_device.proposed.fits)
             self._drawn.record()
 
 

@@ -95,7 +95,7 @@ class PlainTraining(Stepping):
 class _Subject:
     """A network alone, as the subject of captured steps."""
 
-    companions: Sequence[tuple[Callable[[], None], nn.Module]] = ()
+    static_references: Sequence[tuple[Callable[[], None], nn.Module]] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.version = module, 0

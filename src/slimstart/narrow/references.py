@@ -1,0 +1,230 @@
+"""The references of a draw: networks of its other masks, which only run forward, on the same batch as the model.
+
+One module becomes the network of one mask after the other. It shares the model's parameters that cannot shrink and has
+buffers of its own, so that its forward leaves no trace in the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.graph import ChannelGraph, Selection
+from slimstart.narrow.change import Change
+from slimstart.narrow.compact import tensor_names
+from slimstart.narrow.hooks import remove_hooks
+from slimstart.narrow.modules import Network
+from slimstart.narrow.store import Key, Store
+
+if TYPE_CHECKING:
+    from slimstart.narrow.networks import Networks
+
+
+class References:
+    """The references of the present draw.
+
+    Args:
+        networks: of the training.
+        buffers: of its model.
+    """
+
+    def __init__(self, networks: Networks, buffers: FixedBuffers) -> None:
+        self._networks, self._buffers = networks, buffers
+        self._network: ReferenceNetwork | None = None  # except of static networks, which keep one of their own
+
+    def take_snapshot(self) -> None:
+        """Copy the buffers that cannot shrink, at the beginning of a step."""
+        self._networks.version += self._buffers.take_snapshot()
+
+    def of_draw(self, snapshot: bool = True) -> Iterator[nn.Module]:
+        """The networks of all masks of the draw but the first, one after the other.
+
+        Args:
+            snapshot: begin with the present values of buffers; otherwise with those of the last `take_snapshot`.
+        """
+        networks = self._networks
+        if snapshot:
+            self.take_snapshot()
+        if any(networks.store[Key(name)].dtype != networks.tensor(name).dtype for name in networks.graph.tensors):
+            networks.flush()  # the user has called `model.to(...)` since the draw
+        if networks.are_static:
+            for fill, module in self.static:
+                fill()
+                torch.clear_autocast_cache()
+                yield module
+        else:
+            yield from self._of_masks(networks.masks[1:], snapshot=True)
+
+    @property
+    def static(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
+        """The reference network of a captured step once per mask, with the function that fills it for that mask."""
+        networks = self._networks
+        if len(networks.masks) == 1:
+            return []
+        networks.refresh()
+        if not self._buffers.has_snapshot:  # a training was loaded in the middle of a window
+            self.take_snapshot()
+        padded = networks.on_device
+        padded.reference.synchronise(self._buffers.snapshot)
+        numbers = range(1, len(networks.masks))
+        return [(partial(padded.load_reference, number), padded.reference.module) for number in numbers]
+
+    def of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
+        """Networks of other masks (n, U), one after the other, with the present weights and buffers."""
+        self._networks.flush()
+        yield from self._of_masks(masks, snapshot=False)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _of_masks(self, masks: Tensor, snapshot: bool) -> Iterator[nn.Module]:
+        networks = self._networks
+        reference = self._network or ReferenceNetwork(networks.model, networks.graph, self._buffers.places)
+        if not networks.are_static:
+            self._network = reference
+        for mask in masks:
+            values = self._buffers.snapshot if snapshot else self._buffers.values
+            reference.become(networks.store, networks.select_like_present(mask), networks.device, values)
+            yield reference.module
+
+    def release(self) -> None:
+        """Free the memory of the reference network."""
+        self._network = None
+
+
+class ReferenceNetwork(Network):
+    """A copy of the model that becomes the network of one reference mask after the other.
+
+    Args:
+        model: narrow or dense.
+        graph: of the model.
+        fixed_buffers: owners and names of the model's buffers that cannot shrink.
+    """
+
+    def __init__(self, model: nn.Module, graph: ChannelGraph, fixed_buffers: Sequence[tuple[nn.Module, str]]) -> None:
+        memo: dict[int, object] = {}
+        for name, tensor in tensor_names(model).items():
+            if name in graph.tensors:
+                empty = tensor.detach().new_empty(0)
+                memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+            elif isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = tensor
+        module = copy.deepcopy(model, memo)
+        remove_hooks(module)
+        super().__init__(module, graph)
+        self._pairs = list(zip(model.modules(), module.modules(), strict=True))
+        # For each buffer, the value that it was last set to, and the versions of both at that time.
+        self._seen: dict[int, tuple[int, int, int]] = {}
+        copies = dict(self._pairs)
+        self._buffers = [(copies[owner], key) for owner, key in fixed_buffers]
+
+    @torch.no_grad()
+    def synchronise(self, values: Sequence[Tensor]) -> None:
+        """Take the training modes of the model, and these values for the buffers that cannot shrink."""
+        for original, own in self._pairs:
+            if own.training is not original.training:  # setting an attribute of a module is far slower than reading it
+                own.training = original.training
+        for number, (value, (owner, key)) in enumerate(zip(values, self._buffers, strict=True)):
+            buffer = self.buffer(number)
+            if self._seen.get(number) == (id(value), value._version, buffer._version):
+                continue
+            if _same_kind(buffer, value):
+                buffer.copy_(value)
+            else:
+                buffer = owner._buffers[key] = value.detach().clone()
+            self._seen[number] = (id(value), value._version, buffer._version)
+
+    def buffer(self, number: int) -> Tensor:
+        """One of the buffers that cannot shrink."""
+        owner, key = self._buffers[number]
+        buffer: Tensor = getattr(owner, key)
+        return buffer
+
+    def become(self, store: Store, selection: Selection, device: torch.device, values: Sequence[Tensor]) -> None:
+        """Become the network of a selection; `values` as for `synchronise`."""
+        change = Change()
+        self.fill(change, store, selection, device, in_place=False)
+        self.point_ports(change, selection)
+        change.apply()
+        torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
+        self.synchronise(values)
+
+
+class FixedBuffers:
+    """A model's buffers that cannot shrink, and a snapshot of them from the beginning of a step.
+
+    References start from the snapshot: the forward of the model may change the buffers before a reference runs, or
+    while it runs.
+
+    Attributes:
+        places: owners and names of the buffers.
+    """
+
+    def __init__(self, network: Network) -> None:
+        shrinking = {id(network.tensor(name)) for name in network.graph.tensors}
+        self.places = [
+            (owner, key)
+            for owner in network.module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None and id(buffer) not in shrinking
+        ]
+        self._copies: dict[int, tuple[Tensor, int]] = {}  # values, and the versions of the buffers they are copies of
+        self._changing: set[int] = set()
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The buffers themselves."""
+        return [getattr(owner, key) for owner, key in self.places]
+
+    @property
+    def has_snapshot(self) -> bool:
+        return len(self._copies) == len(self.places)
+
+    @property
+    def snapshot(self) -> list[Tensor]:
+        """The values of the buffers at the last `take_snapshot`."""
+        return [self._copies[number][0] for number in range(len(self.places))]
+
+    @property
+    def changing(self) -> list[int]:
+        """The numbers of the buffers that have been seen to change."""
+        return sorted(self._changing)
+
+    @torch.no_grad()
+    def take_snapshot(self) -> bool:
+        """Copy the present values; returns whether CUDA graphs that read the snapshot must be captured again.
+
+        Buffers that never change are copied once. Graphs rely on that: they copy only those in `changing`.
+        """
+        stale = False
+        copies: list[Tensor] = []
+        values: list[Tensor] = []
+        for number, buffer in enumerate(self.values):
+            copied, version = self._copies.get(number, (None, -1))
+            if copied is None or not _same_kind(copied, buffer):
+                self._copies[number] = buffer.detach().clone(), buffer._version
+                stale |= number in self._changing
+                continue
+            if version != buffer._version:
+                stale |= number not in self._changing
+                self._changing.add(number)
+                self._copies[number] = copied, buffer._version
+            if number in self._changing:  # whatever the version: the replay of a graph does not increase it
+                copies.append(copied)
+                values.append(buffer)
+        if copies:
+            torch._foreach_copy_(copies, values)
+        return stale
+
+    def clear(self) -> None:
+        """Free the memory of the snapshot."""
+        self._copies.clear()
+
+
+def _same_kind(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree in shape, type and device."""
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
