@@ -179,7 +179,7 @@ def test_capacity_that_changes_is_captured_again_and_fused_again(device: str) ->
 
 
 @pytest.mark.slow
-def test_steps_that_are_never_alike_are_told_of(device: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_names_steps_that_always_need_a_new_capture(device: str, caplog: pytest.LogCaptureFixture) -> None:
     ((images, labels),) = batches(device, 1)
     sparse = small(device)
     for _ in range(22):
@@ -196,7 +196,7 @@ def test_steps_that_are_never_alike_are_told_of(device: str, caplog: pytest.LogC
     assert sparse.reason is None  # it has become regular
 
 
-def test_batches_with_other_things_than_tensors(device: str) -> None:
+def test_batches_may_contain_other_values_than_tensors(device: str) -> None:
     def mixed(net: nn.Module, images: Tensor, labels: Tensor, extra: Any) -> Tensor:
         return F.cross_entropy(net(images), labels) * (extra if isinstance(extra, float) else 1.0)
 
@@ -238,7 +238,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(device: str, resample_every: 
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [True, False])
 @pytest.mark.parametrize("resample_every", [1, 3])
-def test_checkpoints_go_between_engines_and_devices(device: str, resample_every: int, elsewhere: bool) -> None:
+def test_checkpoints_move_between_engines_and_devices(device: str, resample_every: int, elsewhere: bool) -> None:
     data = batches(device, 8)
     whole = small(device, resample_every=resample_every)
     for batch in data[:5]:
@@ -255,7 +255,7 @@ def test_checkpoints_go_between_engines_and_devices(device: str, resample_every:
 
 
 @pytest.mark.slow
-def test_a_settled_network_goes_on_in_graphs(device: str) -> None:
+def test_a_settled_network_is_trained_in_graphs(device: str) -> None:
     data, found = batches(device, 6), []
     for engine in ("graphs", "eager"):
         sparse = small(device, engine=engine)
@@ -269,7 +269,7 @@ def test_a_settled_network_goes_on_in_graphs(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_loaded_in_mid_window(device: str) -> None:
+def test_a_model_may_be_loaded_within_a_window(device: str) -> None:
     data = batches(device, 9)
 
     def train(reload: bool) -> list[float]:
@@ -375,7 +375,7 @@ def test_gates_learn_nothing_from_a_loss_that_is_not_finite(device: str) -> None
 
 
 @pytest.mark.slow
-def test_gates_and_weights_that_are_loaded_go_on_in_graphs(device: str) -> None:
+def test_loaded_gates_and_weights_are_used_by_graphs(device: str) -> None:
     data = batches(device, 9)
     plain, gates = gated(device, "grow_efficient")
     take_steps(plain, gates, data[:6])
@@ -393,7 +393,7 @@ def test_gates_and_weights_that_are_loaded_go_on_in_graphs(device: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["graphs", "eager"])
-def test_what_also_learns_is_told_of_every_step(device: str, engine: str) -> None:
+def test_other_learners_receive_every_step(device: str, engine: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(784, 10))
     net = net.double().to(device)
@@ -413,7 +413,7 @@ def test_what_also_learns_is_told_of_every_step(device: str, engine: str) -> Non
 
 
 @pytest.mark.slow
-def test_verbs_by_hand_work_beside_graphs(device: str) -> None:
+def test_methods_called_by_hand_work_between_graph_steps(device: str) -> None:
     by_hand, by_step = small(device), small(device)
     for batch in batches(device, 6):
         loss = loss_fn(by_hand.model, *batch)
@@ -426,7 +426,7 @@ def test_verbs_by_hand_work_beside_graphs(device: str) -> None:
         assert float(loss.detach()) == pytest.approx(float(by_step.step(loss_fn, *batch)), abs=TOLERANCE)
 
 
-def test_graphs_need_capacity_to_spare(device: str) -> None:
+def test_graphs_need_padding(device: str) -> None:
     with pytest.raises(ValueError, match="`engine` is 'graphs', but `align` is 1"):
         small(device, align=1)
     sparse = small(device, engine="auto", align=1)
@@ -435,7 +435,9 @@ def test_graphs_need_capacity_to_spare(device: str) -> None:
 
 
 @pytest.mark.parametrize("scarce", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_worth_learns_the_widths_of_eager_steps(
+    device: str, scarce: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slimstart.steps.graphs.is_scarce", lambda: scarce)
     settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 8, "total_steps": 160}  # four windows
     graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
@@ -457,9 +459,7 @@ def test_widths_by_worth_are_those_of_eager_steps(device: str, scarce: bool, mon
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-def test_depthwise_convolutions_have_kernels_that_do_for_all_widths(
-    device: str, fuse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_depthwise_kernel_serves_all_widths(device: str, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured or not, while widths are learned and when they are found; and so does a plain training."""
     done = []
 
@@ -519,7 +519,7 @@ def check_padding(sparse: SparseTraining, name: str) -> None:
         assert torch.equal(padded[padded != 0].sort().values, exact[exact != 0].sort().values), key
 
 
-def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw(device: str) -> None:
+def test_state_created_by_an_eager_step_moves_with_the_next_structure(device: str) -> None:
     sparse, data = small(device, "adam", resample_every=4, align=4), batches(device, 10)
     frozen = sparse.model.get_parameter("stage2.1.conv1.weight").requires_grad_(False)
     for number, batch in enumerate(data):
@@ -529,7 +529,7 @@ def test_state_that_an_eager_step_makes_within_a_window_moves_with_the_next_draw
     check_padding(sparse, "stage2.1.conv1.weight")
 
 
-def test_a_parameter_may_be_thawed(device: str) -> None:
+def test_a_parameter_may_be_unfrozen(device: str) -> None:
     runs, name = [small(device, engine=engine, resample_every=4) for engine in ("graphs", "eager")], "stage2.1.conv1"
     frozen = [sparse.model.get_parameter(f"{name}.weight").requires_grad_(False) for sparse in runs]
     before = dense(runs[0])[f"{name}.weight"]
@@ -541,7 +541,7 @@ def test_a_parameter_may_be_thawed(device: str) -> None:
         assert torch.equal(dense(runs[0])[f"{name}.weight"], before) == (number < 6)
 
 
-def test_padding_is_nowhere_to_be_seen(device: str) -> None:
+def test_padding_is_invisible_to_the_user(device: str) -> None:
     sparse, data = small(device, align=4), batches(device, 5)
     exact = small(device, engine="eager")
     for batch in data:
@@ -596,7 +596,7 @@ def test_widths_are_learned_with_a_scaler_and_with_clipping(device: str) -> None
 
 
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
-def test_nothing_is_captured_more_often_than_it_must_be(device: str, policy: str) -> None:
+def test_nothing_is_captured_more_often_than_necessary(device: str, policy: str) -> None:
     settings: dict[str, Any] = {"policy": policy, "resample_every": 100}
     sparse, data = small(device, **settings), batches(device, 3)
     for batch in data:
@@ -612,7 +612,7 @@ def test_nothing_is_captured_more_often_than_it_must_be(device: str, policy: str
 
 
 @pytest.mark.parametrize("policy", [pytest.param("paper", marks=pytest.mark.slow), "equal_worth"])
-def test_weights_that_somebody_puts_elsewhere_are_found_there(device: str, policy: str) -> None:
+def test_replaced_weight_storage_is_used(device: str, policy: str) -> None:
     settings: dict[str, Any] = {"policy": policy, "resample_every": 4, "total_steps": 100}
     graphs, eager = (small(device, engine=engine, **settings) for engine in ("graphs", "eager"))
     for number, batch in enumerate(batches(device, 12)):
@@ -629,7 +629,7 @@ def test_weights_that_somebody_puts_elsewhere_are_found_there(device: str, polic
 
 
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
-def test_a_finished_training_has_no_graphs_left(device: str, policy: str) -> None:
+def test_a_finished_training_keeps_no_graphs(device: str, policy: str) -> None:
     sparse, data = small(device, policy=policy, resample_every=3), batches(device, 5)
     for batch in data:
         sparse.step(loss_fn, *batch)
@@ -645,7 +645,7 @@ def test_a_finished_training_has_no_graphs_left(device: str, policy: str) -> Non
     assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_what_changes_in_a_forward_is_the_same_for_both_networks(device: str) -> None:
+def test_state_changed_by_a_forward_is_the_same_for_both_networks(device: str) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -672,7 +672,7 @@ def test_what_changes_in_a_forward_is_the_same_for_both_networks(device: str) ->
         torch.testing.assert_close(runs[0].keep_probs, runs[1].keep_probs, rtol=0, atol=1e-6)
 
 
-def test_a_loss_that_cannot_be_captured_runs_eagerly_and_says_why(
+def test_a_loss_that_cannot_be_captured_runs_eagerly_with_a_reason(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def curious(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -694,7 +694,7 @@ def test_a_loss_that_cannot_be_captured_runs_eagerly_and_says_why(
     assert "cannot be captured" in str(sparse.reason)
 
 
-def test_a_forward_that_is_another_one_every_time_is_not_captured(device: str) -> None:
+def test_a_forward_that_changes_every_time_is_not_captured(device: str) -> None:
     def moody(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         logits = net(images)
         for _ in range(random.randrange(1000)):
@@ -708,7 +708,7 @@ def test_a_forward_that_is_another_one_every_time_is_not_captured(device: str) -
     assert "DivergedError" in str(sparse.reason)
 
 
-def test_a_capture_that_breaks_off_leaves_the_scaler_as_it_was(device: str) -> None:
+def test_a_failed_capture_does_not_change_the_scaler(device: str) -> None:
     settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "max_grad_norm": 0.1}
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8)
     sparse, read = small(device, scaler=scaler, **settings), []

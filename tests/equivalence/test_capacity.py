@@ -121,7 +121,9 @@ GRAPHS = {coupling: graph_of(coupling) for coupling in ("filter", "stream")}
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(2, 9), st.sampled_from(["filter", "stream"]), st.integers(1, 3))
-def test_capacity_is_enough_aligned_and_changes_seldom(seed: int, align: int, coupling: str, num_masks: int) -> None:
+def test_capacity_is_sufficient_aligned_and_rarely_changes(
+    seed: int, align: int, coupling: str, num_masks: int
+) -> None:
     generator, graph = torch.Generator().manual_seed(seed), GRAPHS[coupling]
     planner, table = Planner(graph, align, spread=4.0), graph.costs
     capacity: Capacity | None = None
@@ -140,13 +142,13 @@ def test_capacity_is_enough_aligned_and_changes_seldom(seed: int, align: int, co
     assert changes <= 3
 
 
-def test_large_widths_are_multiples_of_twice_as_much() -> None:
+def test_large_widths_have_twice_the_alignment() -> None:
     widths = torch.tensor([1, 8, 9, 31, 32, 33, 49, 64, 65])
     assert aligned(widths, 8).tolist() == [8, 8, 16, 32, 32, 48, 64, 64, 80]
     assert aligned(widths, 1).tolist() == widths.tolist()
 
 
-def test_capacity_is_given_up_when_s_has_become_certain() -> None:
+def test_padding_is_removed_when_keep_probabilities_are_certain() -> None:
     graph = GRAPHS["filter"]
     planner = Planner(graph, 4, spread=4.0)
     half = torch.full((graph.num_units,), 0.5, dtype=torch.float64)
@@ -165,7 +167,7 @@ def test_capacity_is_given_up_when_s_has_become_certain() -> None:
 
 @pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from(["filter", "stream"]))
-def test_positions_are_those_of_the_selection(seed: int, coupling: str) -> None:
+def test_the_placement_is_that_of_the_selection(seed: int, coupling: str) -> None:
     """Every position of every axis against the obvious: list the frame's indices, and write -1 for padding."""
     generator, graph = torch.Generator().manual_seed(seed), GRAPHS[coupling]
     s = torch.rand(graph.num_units, generator=generator, dtype=torch.float64) ** 3
@@ -197,7 +199,7 @@ def test_positions_are_those_of_the_selection(seed: int, coupling: str) -> None:
 
 
 @pytest.mark.slow
-def test_shapes_survive_draws_and_cost_what_the_table_says() -> None:
+def test_shapes_survive_structure_changes_and_match_the_cost_table() -> None:
     images = torch.randn(2, 3, 16, 16)
     for coupling in ("filter", "stream"):
         shapes: dict[int, set[Any]] = {}
@@ -222,14 +224,14 @@ def test_shapes_survive_draws_and_cost_what_the_table_says() -> None:
         assert len(shapes[8]) == 1
 
 
-def test_a_frame_that_leaves_somebody_out_is_refused() -> None:
+def test_a_capacity_below_the_selection_is_refused() -> None:
     graph = GRAPHS["filter"]
     mask = torch.ones(graph.num_units, dtype=torch.bool)
     with pytest.raises(ValueError, match="`frame` must have capacity"):
         graph.select(mask, torch.arange(len(graph.costs.events)) > 3)
 
 
-def test_what_is_not_kept_is_neither_read_nor_written() -> None:
+def test_dropped_channels_are_neither_read_nor_written() -> None:
     graph = GRAPHS["filter"]
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(graph.num_units, generator=generator) < 0.4
@@ -270,7 +272,7 @@ def test_a_padded_training_resumes_exactly(differences: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["filter", "stream"])
-def test_the_same_structure_is_settled_on(coupling: str) -> None:
+def test_padding_does_not_change_the_final_structure(coupling: str) -> None:
     torch.manual_seed(0)
     images = torch.randn(6, 3, 16, 16, dtype=torch.float64)
     found = []
@@ -299,7 +301,7 @@ def test_references_are_in_the_modes_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("align", [1, 4])
-def test_frozen_and_thawed_parameters_are_followed(align: int) -> None:
+def test_freezing_and_unfreezing_takes_effect(align: int) -> None:
     torch.manual_seed(0)
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     model = models.build("resnet20", num_classes=10, width=0.5).double()
@@ -324,7 +326,7 @@ def test_frozen_and_thawed_parameters_are_followed(align: int) -> None:
     assert not torch.equal(dense(), before)
 
 
-def test_loading_a_model_in_mid_window_keeps_the_draw_that_waits() -> None:
+def test_loading_a_model_within_a_window_keeps_the_pending_masks() -> None:
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
 
     def train(reload: bool) -> Any:

@@ -162,7 +162,7 @@ def test_gradient_of_gates_by_finite_differences():
 
 
 @pytest.mark.parametrize("name", ["resnet_basic", "shared_conv", "siamese"])
-def test_parameters_stay_the_models_own(name):
+def test_gating_does_not_replace_parameters(name):
     """Also those of a layer that is reached by two names."""
     model, inputs, graph = network(name)
     before = {n: (p, p.detach().clone()) for n, p in model.named_parameters(remove_duplicate=False)}

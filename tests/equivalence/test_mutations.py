@@ -156,7 +156,7 @@ def test_product_that_is_not_tied(name, monkeypatch):
         slimstart.verify(ZOO[name].factory(), ZOO[name].example_inputs(), "filter")
 
 
-def test_addition_that_is_not_carried_together(monkeypatch):
+def test_addition_with_differing_masks(monkeypatch):
     monkeypatch.setattr(Ledger, "_added", lambda self, first, second: max(first, second))
     with pytest.raises(slimstart.TraceError, match="the narrow network fails"):
         slimstart.verify(make(), IMAGE, "filter")
@@ -207,7 +207,7 @@ class SigmoidBranch(nn.Module):
         return self.fc(self.last(x).mean([2, 3]))
 
 
-def test_what_only_the_reference_sees(monkeypatch):
+def test_errors_that_only_the_masked_network_shows(monkeypatch):
     """Without its tie a dropped filter adds one half to the stream, in the narrow network and in zeroed parameters.
 
     Both agree, so the proof is content, but a dropped channel is not zero where it is added. The network with hooks

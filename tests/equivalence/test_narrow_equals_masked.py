@@ -86,7 +86,7 @@ def assert_is_masked_network(model, inputs, layers, narrow):
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("name", ZOO)
-def test_zoo_is_proven(name, coupling):
+def test_verify_passes_for_the_zoo(name, coupling):
     model, _, report = verified(name, coupling)
     assert report.max_error < TOLERANCE, report.worst
     assert report.num_comparisons >= len(list(model.parameters()))
@@ -110,7 +110,7 @@ WRITERS_OF_WHOLE_STREAMS = {
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.whole])
-def test_what_must_stay_whole_does(name, coupling):
+def test_layers_that_cannot_be_pruned_are_not(name, coupling):
     model, _, graph = traced(name, coupling)
     smallest = slimstart.compact(model, graph.select(torch.zeros(graph.num_units, dtype=torch.bool)))
     for layer in set(ZOO[name].whole) - (WRITERS_OF_WHOLE_STREAMS.get(name, set()) if coupling == "filter" else set()):
@@ -179,7 +179,7 @@ NOT_IN_REFERENCE = {
 @pytest.mark.parametrize("coupling", ["filter", pytest.param("stream", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in NOT_IN_REFERENCE])
 @pytest.mark.slow
-def test_zoo_against_hooks(name, coupling):
+def test_zoo_equals_the_network_with_hooks(name, coupling):
     model, inputs, graph = traced(name, coupling)
     selection = graph.select(random_mask(graph, 0.5, seed=3))
     layers = reference.liveness(model, inputs, graph.filters, selection.mask)
@@ -506,7 +506,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_written_out_by_hand(name):
+def test_networks_with_masks_written_by_hand(name):
     case = CASES[name]
     torch.manual_seed(0)
     model = shake(case.factory())
@@ -661,7 +661,7 @@ def test_reasons(name, layer, reason, coupling):
 
 
 @pytest.mark.parametrize("name", ["multihead_attention", "encoder_stack", "functional_linear"])
-def test_a_module_whose_parameters_are_used_is_reached(name):
+def test_a_module_counts_as_reached_when_its_parameters_are_used(name):
     _, _, graph = traced(name, "filter")
     assert not any("not reached" in reason for reason in graph.not_prunable.values())
 
@@ -746,7 +746,7 @@ def test_model_that_cannot_be_copied():
         slimstart.trace(CannotBeCopied(), torch.randn(2, 3, 4, 4))
 
 
-def test_tracing_leaves_the_model_alone():
+def test_tracing_does_not_change_the_model():
     torch.manual_seed(0)
     model, inputs = Residual().train(), torch.randn(3, 3, 4, 4)
     before = copy.deepcopy(model.state_dict())

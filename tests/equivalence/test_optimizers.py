@@ -243,7 +243,7 @@ def test_two_windows(name):
         assert_absent_is_untouched(narrow, mask, *before)
 
 
-def test_state_is_really_there():
+def test_optimizers_have_state_when_it_moves():
     """The comparison above would pass for an optimizer that forgets, if its twin did: it does not."""
     run = NarrowRun(OPTIMIZERS["sgd, momentum"])
     first, second = masks_of(run.graph)
@@ -261,7 +261,7 @@ def test_state_is_really_there():
 
 
 @pytest.mark.parametrize("name", ["sgd, momentum", "adam", "adagrad"])
-def test_state_from_dense_training_is_taken_over(name):
+def test_state_of_a_dense_training_is_reused(name):
     def warm(run):
         for number in range(2):
             run.optimizer.zero_grad()
@@ -313,7 +313,7 @@ def test_parameter_groups_and_schedules_survive():
     assert_same(*runs)
 
 
-def test_the_optimizer_holds_the_same_parameters_for_ever():
+def test_the_optimizer_keeps_the_same_parameters():
     run = NarrowRun(OPTIMIZERS["adam"])
     before = list(run.model.parameters())
     for mask in (*masks_of(run.graph), torch.ones(run.graph.num_units, dtype=torch.bool)):
@@ -451,7 +451,7 @@ class OwnLoop:
         for loop in LOOPS
     ],
 )
-def test_the_users_own_loop_is_that_of_the_masked_network(name, loop):
+def test_a_user_loop_equals_that_of_the_masked_network(name, loop):
     ours, dense = OwnLoop(USUAL[name]), MaskedRun(USUAL[name], "stream")
     masks = ours.train(LOOPS[loop])
     assert [one for one, _ in itertools.groupby(mask.int().tolist() for mask in masks)] == DRAWS
@@ -490,7 +490,7 @@ def test_factored_state_from_before_is_refused():
         assert torch.equal(tensor, before[name]), name
 
 
-def test_layers_that_are_kept_whole_may_have_any_state():
+def test_layers_that_are_not_pruned_may_have_any_state():
     run = NarrowRun(OPTIMIZERS["sgd"])
     run.graph = slimstart.trace(run.model, IMAGE, keep=["stem", "conv1", "conv2"])
     run.optimizer = torch.optim.Adafactor(run.model.parameters(), lr=0.01)

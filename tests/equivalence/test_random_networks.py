@@ -45,7 +45,7 @@ def check_against_hooks(net, graph, selection, narrow, inputs):
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(networks(), st.sampled_from(("filter", "stream")))
-def test_drawn_networks(net, coupling):
+def test_networks_drawn_by_hypothesis(net, coupling):
     check(net, coupling, seed=0)
 
 
@@ -61,7 +61,7 @@ def test_two_hundred_networks(first, coupling):
             raise AssertionError(f"seed {seed}, coupling {coupling!r}: {error}\n{net.program}") from error
 
 
-def test_random_networks_have_much_to_drop():
+def test_random_networks_are_mostly_prunable():
     """Else the tests above would say little."""
     graphs = [slimstart.trace(build(seed), example_input(seed), "filter") for seed in range(40)]
     assert sum(graph.coverage for graph in graphs) / len(graphs) > 0.8

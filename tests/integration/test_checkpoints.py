@@ -419,7 +419,7 @@ def test_files_that_are_refused(make: Callable[[Path], None], tmp_path: Path, di
     assert differences(expected, run_on(sparse)) == []
 
 
-def test_the_malicious_file_would_bite(tmp_path: Path) -> None:
+def test_the_malicious_file_is_effective_elsewhere(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Malicious(tmp_path / "marker"))).close()
     assert (tmp_path / "marker").exists()
 
@@ -575,7 +575,7 @@ MUTATED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MUTATED, ids=lambda options: " ".join(map(str, options.values())))
-def test_some_wrong_dicts_are_refused_without_a_trace(options: dict[str, Any], differences: Any) -> None:
+def test_refused_state_dicts_change_nothing(options: dict[str, Any], differences: Any) -> None:
     num_refused, num_harmless = all_are_refused_or_harmless(options, every=10, differences=differences)
     assert num_refused >= 130
     assert num_harmless < num_refused / 10
@@ -583,14 +583,14 @@ def test_some_wrong_dicts_are_refused_without_a_trace(options: dict[str, Any], d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", MUTATED, ids=lambda options: " ".join(map(str, options.values())))
-def test_all_wrong_dicts_are_refused_without_a_trace(options: dict[str, Any], differences: Any) -> None:
+def test_all_refused_state_dicts_change_nothing(options: dict[str, Any], differences: Any) -> None:
     num_refused, num_harmless = all_are_refused_or_harmless(options, every=1, differences=differences)
     assert num_refused >= 1400
     assert num_harmless < num_refused / 10
 
 
 @pytest.mark.parametrize("wrong", [None, [], "slimstart.training/2", torch.zeros(3), {}, 5, {"format": None}])
-def test_what_is_no_state_dict(wrong: Any, differences: Any) -> None:
+def test_other_objects_than_state_dicts_are_refused(wrong: Any, differences: Any) -> None:
     refused(training(seed=3), wrong, differences, match="no state dict of SparseTraining")
 
 
@@ -740,7 +740,7 @@ def test_the_three_dicts_are_loaded_in_any_order(
 
 @pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
 @pytest.mark.parametrize("settled", [False, True], ids=["searching", "settled"])
-def test_the_model_alone_is_good_for_evaluation_and_the_end(
+def test_a_model_state_dict_suffices_for_evaluation_and_finish(
     settled: bool, options: dict[str, Any], differences: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     sparse, fresh = advanced(num_steps=10, settled=settled, **options), training(seed=9, **options)
@@ -785,7 +785,7 @@ def test_the_model_alone_is_good_for_evaluation_and_the_end(
 
 
 @pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
-def test_an_optimizer_alone_of_another_structure(options: dict[str, Any], differences: Any) -> None:
+def test_an_optimizer_state_of_another_structure_is_refused(options: dict[str, Any], differences: Any) -> None:
     sparse, fresh = advanced(num_steps=10, **options), training(seed=9, **options)
     assert masks_differ(sparse, fresh)  # though shapes may be the same: those of padded networks are here
     images, labels = batches(1)[0]
@@ -811,7 +811,7 @@ def test_an_optimizer_alone_of_another_structure(options: dict[str, Any], differ
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer"])
-def test_after_one_alone_the_whole_can_be_loaded(name: str, differences: Any) -> None:
+def test_a_partial_load_can_be_followed_by_a_full_one(name: str, differences: Any) -> None:
     sparse, fresh = advanced(num_steps=10), training(seed=9)
     parts = parts_of(sparse)
     expected = run_on(sparse)
@@ -894,7 +894,7 @@ def wrong_narrow_dicts() -> Iterator[tuple[str, Callable[[Any], Any]]]:
 
 
 @pytest.mark.parametrize("make", [pytest.param(one, id=name) for name, one in wrong_narrow_dicts()])
-def test_narrow_dicts_that_do_not_fit_leave_no_trace(make: Callable[[Any], Any], differences: Any) -> None:
+def test_refused_narrow_state_dicts_change_nothing(make: Callable[[Any], Any], differences: Any) -> None:
     state = make(through_a_file(advanced(num_steps=10).model.state_dict()))
     sparse = training(seed=9)
     before = everything(sparse)
@@ -1029,7 +1029,7 @@ def test_layers_of_pytorch_need_neither_metadata_nor_examples(name: str) -> None
         assert torch.equal(found(x), model(x))
 
 
-def test_of_ports_there_must_be_none(differences: Any) -> None:
+def test_networks_with_stream_ports_cannot_be_shrunk(differences: Any) -> None:
     """Under the coupling of filters, layers may read other channels than a stream carries."""
     sparse, x = advanced(num_steps=10), batches(1)[0][0]
     dense = Residual()
@@ -1042,7 +1042,7 @@ def test_of_ports_there_must_be_none(differences: Any) -> None:
         torch.testing.assert_close(shrink_to(dense, model.state_dict()).eval()(x), model(x))
 
 
-def test_what_cannot_be_shrunk_to(differences: Any) -> None:
+def test_state_dicts_that_do_not_fit_the_module_are_refused(differences: Any) -> None:
     sparse, _, _ = shrunk_training("group norm")
     state = sparse.model.state_dict()
     few = {key: tensor for key, tensor in state.items() if key != "0.weight"}

@@ -256,7 +256,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+def test_a_run_continues_after_its_output_is_closed(tmp_path: Path) -> None:
     process = command("train", *TINY, "--out", tmp_path / "run")
     assert process.stdout is not None
     process.stdout.readline()
@@ -285,7 +285,7 @@ def test_folders_that_do_not_fit_are_refused(slimstart: Slimstart, trained: Path
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     def small_files_only() -> None:
         import resource
 
@@ -361,7 +361,7 @@ def test_a_malicious_checkpoint_or_network_is_refused(slimstart: Slimstart, trai
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+def test_ctrl_c_saves_and_prints_how_to_resume(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     longer = [*TINY, "--epochs", "6"]
     process = command("train", *longer, "--out", tmp_path / "parts")
     assert process.stdout is not None
@@ -403,7 +403,7 @@ def kill_again_and_again(folder: Path, kills: int) -> int:
 
 
 @pytest.mark.slow
-def test_twenty_kills_change_nothing(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+def test_killed_processes_resume_exactly(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     assert kill_again_and_again(tmp_path / "whole", kills=0) == 0
     total, number = 0, 0
     while total < 20:

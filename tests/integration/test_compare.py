@@ -77,9 +77,7 @@ def test_the_table_is_that_of_the_records_and_one_failure_ends_nothing(slimstart
 
 
 @pytest.mark.slow
-def test_the_same_command_again_has_nothing_to_do_and_a_longer_one_what_is_new(
-    slimstart: Slimstart, tmp_path: Path
-) -> None:
+def test_only_new_runs_are_carried_out(slimstart: Slimstart, tmp_path: Path) -> None:
     arguments = ["--budget", "flops=0.4", "--epochs", 1, "--out", "both", *COMMON]
     assert slimstart("compare", "--methods", "uniform", *arguments)[0] == 0
     file, table = tmp_path / "both" / "uniform-flops-0.4-seed0" / "record.json", tmp_path / "both" / "table.md"
@@ -91,7 +89,7 @@ def test_the_same_command_again_has_nothing_to_do_and_a_longer_one_what_is_new(
     assert file.stat().st_mtime_ns == before
 
 
-def test_neither_other_settings_nor_another_process_are_passed_over(slimstart: Slimstart, tmp_path: Path) -> None:
+def test_changed_settings_and_locked_runs_are_refused(slimstart: Slimstart, tmp_path: Path) -> None:
     (trial,) = trials(dataclasses.replace(TINY, lr=0.1), ["uniform"], ["flops=0.4"], total_epochs=3)
     run = Run(tmp_path / "both" / trial.name)
     run.create(trial.recipe)
@@ -106,9 +104,7 @@ def test_neither_other_settings_nor_another_process_are_passed_over(slimstart: S
 
 
 @pytest.mark.slow
-def test_a_killed_trial_goes_on_and_is_what_it_would_be_alone(
-    tmp_path: Path, differences: Callable[[Any, Any], list[str]]
-) -> None:
+def test_a_killed_trial_resumes_exactly(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     uniform, ours = trials(
         TINY, ["uniform", "slimstart"], ["flops=0.4"], total_epochs=2, retraining={"finetune_epochs": 1}
     )
@@ -128,7 +124,7 @@ def test_a_killed_trial_goes_on_and_is_what_it_would_be_alone(
     [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("[...] can't allocate memory: 9 bytes")],
     ids=lambda error: type(error).__name__,
 )
-def test_memory_that_is_missing_is_an_outcome(
+def test_out_of_memory_is_recorded_as_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(_: Program) -> None:
@@ -139,7 +135,7 @@ def test_memory_that_is_missing_is_an_outcome(
     assert carry_out(trial, tmp_path, QUICK).failure == (str(error) or "MemoryError")
 
 
-def test_a_loss_that_is_not_finite_is_an_outcome_and_data_that_is_missing_is_not(tmp_path: Path) -> None:
+def test_a_non_finite_loss_is_recorded_but_missing_data_raises(tmp_path: Path) -> None:
     wild = dataclasses.replace(TINY, lr=1e18, weight_decay=1e18)
     (trial,) = trials(wild, ["slimstart"], ["flops=0.4"], total_epochs=1)
     found = carry_out(trial, tmp_path, QUICK)
@@ -167,7 +163,7 @@ def test_wrong_usage_has_status_2(slimstart: Slimstart, arguments: list[str], me
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wish_to_stop_at_the_end_of_a_run_is_kept(
+def test_ctrl_c_at_the_end_of_a_run_stops_the_comparison(
     slimstart: Slimstart, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begun = []
@@ -185,7 +181,7 @@ def test_a_wish_to_stop_at_the_end_of_a_run_is_kept(
     assert f"saved; to go on: slimstart {' '.join(map(str, arguments))}\n" in output
 
 
-def test_help_has_an_example_and_the_settings_that_hold_for_all(slimstart: Slimstart) -> None:
+def test_help_has_an_example_and_the_common_settings(slimstart: Slimstart) -> None:
     status, output, _ = slimstart("compare", "--help")
     assert status == 0
     assert "Example: slimstart compare" in output
@@ -208,7 +204,7 @@ def test_the_display_shows_all_runs_and_the_present_one() -> None:
 
 
 @pytest.mark.parametrize(("width", "timed"), [(200, True), (100, False)])
-def test_many_rows_have_the_columns_that_there_is_room_for(
+def test_columns_depend_on_the_width_of_the_terminal(
     width: int, timed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "_width", width)
@@ -220,7 +216,7 @@ def test_many_rows_have_the_columns_that_there_is_room_for(
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_everything_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_stops_a_comparison_and_the_same_command_resumes_it(tmp_path: Path) -> None:
     arguments = ["compare", "--methods", "uniform,slimstart", "--budget", "flops=0.4", "--epochs", 12, "--seeds", 2]
     arguments += [*COMMON, "--out", tmp_path / "both"]
     process = test_command_line.command(*arguments)

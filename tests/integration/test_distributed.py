@@ -67,7 +67,7 @@ QUICK = ["batch norm, padded", "equal worth", "by hand", "plain"]
 @pytest.mark.parametrize(
     "names", [QUICK, pytest.param([name for name in cases.CASES if name not in QUICK], marks=pytest.mark.slow)]
 )
-def test_two_processes_are_one(names: list[str], differences: Callable[[Any, Any], list[str]]) -> None:
+def test_two_processes_equal_one(names: list[str], differences: Callable[[Any, Any], list[str]]) -> None:
     first, second = in_all(cases.several, names)
     assert differences(first, second) == []
     for name, found in first.items():
@@ -75,7 +75,7 @@ def test_two_processes_are_one(names: list[str], differences: Callable[[Any, Any
 
 
 @pytest.mark.slow
-def test_four_processes_are_one(differences: Callable[[Any, Any], list[str]]) -> None:
+def test_four_processes_equal_one(differences: Callable[[Any, Any], list[str]]) -> None:
     first, *others = in_all(cases.several, QUICK, size=4)
     for other in others:
         assert differences(first, other) == []
@@ -114,7 +114,7 @@ def test_gradients_may_be_accumulated_without_exchange(differences: Callable[[An
     assert far(alone, first) == []
 
 
-def test_batch_norm_of_each_process_leaves_processes_alike(differences: Callable[[Any, Any], list[str]]) -> None:
+def test_per_process_batch_norm_keeps_processes_equal(differences: Callable[[Any, Any], list[str]]) -> None:
     first, second = in_all(cases.per_rank_batch_norm)
     assert differences(first, second) == []
     means = [stem.mean((0, 2, 3)) for stem in first["stems"]]
@@ -126,7 +126,7 @@ def test_batch_norm_of_each_process_leaves_processes_alike(differences: Callable
 
 @pytest.mark.parametrize("loop", ["own loop", "step"])
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_all_begin_with_the_weights_of_the_first(
+def test_all_processes_start_with_the_weights_of_the_first(
     loop: str, order: str, differences: Callable[[Any, Any], list[str]]
 ) -> None:
     first, second = in_all(cases.other_seeds, loop, order)
@@ -179,7 +179,7 @@ def test_hooks_of_pytorch_outlast_changes(differences: Callable[[Any, Any], list
     assert first["power"]["seen"] == [steps >= 2 for steps in since]  # two plain steps after a change
 
 
-def test_what_cannot_follow_is_refused() -> None:
+def test_wrappers_that_cannot_follow_are_refused() -> None:
     """Before anything has changed; of a wrapper that comes after, at the first step."""
     instead = {
         "mixed_precision": "use torch.autocast",
@@ -203,7 +203,7 @@ def test_a_late_wrapper_is_found_and_one_around_more_is_refused(
 # --- batch norm over processes -------------------------------------------------------------------------------------
 
 
-def test_synchronised_batch_norm_is_that_of_the_whole() -> None:
+def test_synchronised_batch_norm_uses_the_whole_batch() -> None:
     alone = cases.batch_norm_layer(SINGLE_PROCESS)
     for found in on_ranks(2, cases.batch_norm_layer):
         assert far(alone, found) == []
@@ -237,7 +237,7 @@ def test_the_structure_gradient_over_processes_is_exact() -> None:
 
 
 @pytest.mark.parametrize("policy", ["equal_worth", "paper"])
-def test_a_change_that_one_cannot_make_is_made_by_none(
+def test_a_structure_change_that_fails_in_one_process_is_undone_in_all(
     policy: str, differences: Callable[[Any, Any], list[str]]
 ) -> None:
     first, second = in_all(cases.one_cannot_change, policy)
@@ -258,13 +258,13 @@ def test_a_change_that_one_cannot_make_is_made_by_none(
         ("weight", "head.bias .*2 st"),
     ],
 )
-def test_processes_that_differ_are_found_out(what: str, named: str) -> None:
+def test_differing_processes_are_detected(what: str, named: str) -> None:
     for found in on_ranks(2, cases.out_of_step, what):
         assert isinstance(found, DesynchronisedError)
         assert re.search(named, str(found)), found
 
 
-def test_processes_that_differ_are_found_out_where_the_dense_model_is_on_the_host() -> None:
+def test_differing_processes_are_detected_with_the_dense_model_on_the_host() -> None:
     for found in on_ranks(2, cases.out_of_step_on_the_host):
         assert isinstance(found, DesynchronisedError)
         assert re.search("head.bias .*2 st", str(found)), found
@@ -298,7 +298,7 @@ def test_the_program_joins_both_devices_where_there_are_gpus(monkeypatch: pytest
     assert asked == ["gloo", "cpu:gloo,cuda:nccl"]
 
 
-def test_what_one_rank_does_for_all_fails_for_all() -> None:
+def test_a_failure_of_rank_zero_is_raised_in_all_processes() -> None:
     assert on_ranks(2, cases.first_fails) == [("integer division or modulo by zero", rank) for rank in range(2)]
 
 
@@ -319,7 +319,7 @@ def test_a_process_that_does_not_answer_ends_the_others() -> None:
     assert 1.4 < seconds < 4
 
 
-def test_other_errors_are_left_as_they_are() -> None:
+def test_other_errors_are_not_translated() -> None:
     with pytest.raises(RuntimeError, match="mine") as caught, reporting():
         raise RuntimeError("mine")
     assert not isinstance(caught.value, ProcessGroupError)
@@ -327,7 +327,7 @@ def test_other_errors_are_left_as_they_are() -> None:
         raise RuntimeError("[gloo/pair.cc] Connection closed by peer")
 
 
-def test_a_group_that_is_gone_is_said_to_be() -> None:
+def test_a_destroyed_process_group_is_reported() -> None:
     class Group:
         pass
 
@@ -366,7 +366,7 @@ def torchrun(size: int, *arguments: str, **environment: str) -> subprocess.Compl
     return subprocess.run([*command, *arguments], env=settings, capture_output=True, text=True, timeout=100)
 
 
-def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+def test_a_run_resumes_after_a_process_was_killed(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     error, gone = on_ranks(2, cases.killed_program, tmp_path / "killed", RECIPE)
     assert isinstance(error, ProcessGroupError)
     assert gone is None
@@ -384,7 +384,9 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, differences: Call
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+def test_torchrun_resumes_after_a_process_is_killed(
+    tmp_path: Path, differences: Callable[[Any, Any], list[str]]
+) -> None:
     settings = {"model": RECIPE.model, "budget": "flops=0.4", "epochs": "2", "batch-size": "999", "settle-at": "0.5"}
     settings |= {"num-masks": "2", "device": "cpu", "checkpoint-seconds": "0"}
     options = [word for name, value in settings.items() for word in (f"--{name}", value)]
@@ -398,7 +400,7 @@ def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path, differences: Ca
     assert differences(*(outcome(records.read(tmp_path / name)) for name in ("killed", "whole"))) == []
 
 
-def test_the_program_on_two_ranks_is_that_on_one(tmp_path: Path) -> None:
+def test_the_program_gives_equal_results_in_two_processes_and_one(tmp_path: Path) -> None:
     recipe = merged(RECIPE, {"model": "tests.distributed_cases:without_dropout", "epochs": 1, "settle_at": 1.0})
     for method in ("slimstart", "uniform"):
         chosen = merged(recipe, {"method": method})
@@ -437,7 +439,7 @@ def test_the_example_runs_in_one_process(capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.slow
-def test_the_example_says_the_same_on_two_ranks() -> None:
+def test_the_example_gives_equal_results_in_two_processes() -> None:
     tiny = ["--epochs", "1", "--batch-size", "500", "--width", "0.25", "--budget", "0.3"]
     both = [torchrun(size, str(ROOT / "examples" / "distributed_training.py"), *tiny) for size in (1, 2)]
     assert [done.returncode for done in both] == [0, 0], both[1].stderr
@@ -445,7 +447,7 @@ def test_the_example_says_the_same_on_two_ranks() -> None:
     assert two == pytest.approx(one, abs=0.01)
 
 
-def test_several_ranks_need_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_processes_need_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["slimstart", "train", "--epochs", "1"])
@@ -455,7 +457,7 @@ def test_several_ranks_need_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "several ranks need --out" in capsys.readouterr().err
 
 
-def test_what_cannot_be_done_by_ranks_is_refused() -> None:
+def test_commands_for_one_process_are_refused_in_several() -> None:
     with pytest.raises(ConfigError, match="`method` is l1, which trains on one rank"):
         make_method(merged(RECIPE, {"method": "l1"}), nn.Identity(), torch.zeros(1), 1, wrap=lambda net: net)
     with pytest.raises(ConfigError, match="`batch_norm` is 'none'"):

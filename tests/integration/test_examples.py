@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(stopped.value.code or 0)
 
 
-def test_the_network_of_ones_own_is_trained_as_its_comment_says(
+def test_own_model_runs_as_its_docstring_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     inspect, train = (shlex.split(line) for line in re.findall(r"^ +slimstart (.*)", own_model.__doc__ or "", re.M))

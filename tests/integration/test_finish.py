@@ -68,7 +68,7 @@ def outputs(net: nn.Module, images: Tensor = IMAGES) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_plain_module_of_the_users_own_class(name: str) -> None:
+def test_a_finished_network_is_a_plain_module_of_its_class(name: str) -> None:
     dense, small = ZOO[name].factory(), finished(name)
     assert type(small) is type(dense)
     assert [n for n, _ in small.named_parameters()] == [n for n, _ in dense.named_parameters()]
@@ -98,7 +98,7 @@ def test_no_hooks_are_left(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vgg_bn", "resnet_basic"])
 @pytest.mark.parametrize("plain", [False, True])
-def test_training_goes_on_without_us(name: str, plain: bool, differences: Any) -> None:
+def test_a_finished_network_is_trained_by_a_plain_loop(name: str, plain: bool, differences: Any) -> None:
     """The same object with the same optimizer, whose state fits: as a copy of both that has never known a training."""
     sparse = settled(name)
     model, optimizer, parameters = sparse.model, sparse.optimizer, list(sparse.model.parameters())
@@ -125,7 +125,7 @@ def test_training_goes_on_without_us(name: str, plain: bool, differences: Any) -
         sparse.step(loss_fn, *batches(1)[0])
 
 
-def test_a_snapshot_is_its_own() -> None:
+def test_a_snapshot_shares_no_memory() -> None:
     """Nothing is shared with the training: it can go on, and the snapshot stays what it is."""
     sparse = trained("vgg_bn")
     small = sparse.snapshot(batches(2), loss_fn).eval()
@@ -159,7 +159,7 @@ def test_best_of_several_by_loss() -> None:
         assert torch.equal(a, b), name
 
 
-def test_only_so_many_batches_are_looked_at() -> None:
+def test_no_more_batches_are_read_than_needed() -> None:
     taken = []
 
     def endless() -> Any:
@@ -243,7 +243,7 @@ def test_ports_are_what_the_copies_above_contain() -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_plain_computes_the_same_with_the_users_own_layers(name: str) -> None:
+def test_plain_layers_compute_the_same(name: str) -> None:
     small, plain = finished(name), finished(name, plain=True)
     assert {type(m) for m in plain.modules()} <= {type(m) for m in ZOO[name].factory().modules()}
     assert type(plain) is type(small)
@@ -342,13 +342,13 @@ def survives_files_and_copies(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["densenet", "resnext", "tied_autoencoder", "nanogpt", "decoder_expand", "unet_transposed"]
 )
-def test_networks_of_other_kinds_survive(name: str, tmp_path: Path) -> None:
+def test_other_kinds_of_networks_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
     survives_files_and_copies(name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(ZOO))
-def test_every_network_of_the_zoo_survives(name: str, tmp_path: Path) -> None:
+def test_every_network_of_the_zoo_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     survives_files_and_copies(name, tmp_path)
 
 
@@ -400,7 +400,7 @@ def test_a_changed_weight(saved: Path) -> None:
         slimstart.load(saved, ZOO["resnet_basic"].factory)
 
 
-def test_tensors_that_are_none(saved: Path) -> None:
+def test_entries_that_are_not_tensors(saved: Path) -> None:
     """A foreign file under our names, with a digest that fits."""
     saved.with_suffix(".safetensors").write_bytes(b"not safetensors at all")
     digest = hashlib.sha256(b"not safetensors at all").hexdigest()
@@ -487,7 +487,7 @@ def test_an_edited_structure(saved: Path, edit: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "null"])
-def test_a_structure_that_is_none(saved: Path, text: str) -> None:
+def test_a_file_without_a_structure(saved: Path, text: str) -> None:
     saved.with_suffix(".json").write_text(text)
     with pytest.raises(CheckpointError):
         slimstart.load(saved, ZOO["resnet_basic"].factory)
@@ -545,7 +545,7 @@ def test_flops_of_pytorchs_attention_layer() -> None:
     assert slimstart.flops(layer, (x, x, x)) == projections + 2 * 4 * (6 * 6 * 4) * 2
 
 
-def test_counting_leaves_the_model_as_it_was() -> None:
+def test_counting_does_not_change_the_model() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Conv2d(4, 2, 3)).train()
     model[2].eval()
     state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()

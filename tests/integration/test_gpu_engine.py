@@ -57,7 +57,7 @@ def test_a_scaler_is_captured(device: str) -> None:
     assert runs[0][2] is None
 
 
-def test_a_scaler_and_widths_that_are_learned(device: str) -> None:
+def test_a_scaler_with_learned_widths(device: str) -> None:
     data, runs = batches(device, 24, dtype=torch.float32), []
     for engine in ("graphs", "eager"):
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
@@ -70,7 +70,7 @@ def test_a_scaler_and_widths_that_are_learned(device: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
-def test_memory_of_graphs_does_not_grow_with_changes_of_structure(device: str, policy: str) -> None:
+def test_graph_memory_does_not_grow_with_structure_changes(device: str, policy: str) -> None:
     settings: dict[str, Any] = {"policy": policy, "resample_every": 4, "total_steps": 400}
     sparse, data, taken = small(device, dtype=torch.float32, **settings), batches(device, 4, dtype=torch.float32), []
     for _ in range(12):
@@ -98,7 +98,7 @@ def test_a_loss_of_a_loop_by_hand_may_be_kept(device: str) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_nan_does_not_pass_a_scaler(device: str, enabled: bool) -> None:
+def test_a_scaler_skips_nan_gradients(device: str, enabled: bool) -> None:
     data = batches(device, 5, dtype=torch.float32)
     sparse = small(
         device, dtype=torch.float32, scaler=torch.amp.GradScaler("cuda", enabled=enabled), resample_every=100

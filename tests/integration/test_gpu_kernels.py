@@ -21,9 +21,9 @@ from tests.unit.test_kernels import (
     test_channels_of_views_and_of_many_rows,  # noqa: F401
     test_moves_equal_a_loop,
     test_parameters_move_past_autograd,  # noqa: F401
+    test_real_positions_are_gathered_from_ones,  # noqa: F401
+    test_scatter_inverts_gather,  # noqa: F401
     test_tensors_of_one_number_and_of_none,  # noqa: F401
-    test_what_is_real_is_gathered_from_a_one,  # noqa: F401
-    test_what_was_gathered_comes_back,  # noqa: F401
 )
 
 pytestmark = [
@@ -92,7 +92,7 @@ def test_plain_torch_moves_on_a_gpu_too(monkeypatch, way):
     test_moves_equal_a_loop(0, way, "cuda")
 
 
-def test_moves_of_more_elements_than_32_bits_count():
+def test_moves_beyond_32_bit_indices():
     dense = torch.empty((3, 2**30), dtype=torch.int8, device="cuda").random_()
     narrow = torch.zeros((1, 2**30), dtype=torch.int8, device="cuda")
     moves, positions = Moves([Move(dense, narrow, {0: 0})]), torch.tensor([2], dtype=torch.int32, device="cuda")
@@ -144,7 +144,7 @@ def test_channels_of_whole_batches(channels, dtype, channels_last):
     assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (y, expected)))
 
 
-def test_channels_of_more_elements_than_32_bits_count():
+def test_channels_beyond_32_bit_indices():
     rows = 2**31 // 100 + 1000
     x = torch.empty((rows, 100), dtype=torch.bfloat16, device="cuda")
     x.copy_(torch.arange(rows, device="cuda").remainder(251)[:, None])

@@ -25,7 +25,7 @@ def held(tensors: Iterable[Tensor]) -> int:
 
 
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
-def test_the_inventory_is_that_of_a_training(policy: str) -> None:
+def test_the_inventory_equals_that_of_a_training(policy: str) -> None:
     """Kind by kind, against the tensors of a training, before its structure changes."""
     model, images = benchmark.build(0.125, "cpu"), torch.randn(4, 3, 32, 32)
     known = inventory(model, images, 0.05, policy)

@@ -172,7 +172,7 @@ def test_the_papers_policy_runs_eagerly_from_the_host(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("options", [{"align": 1}, {"align": 4}, WIDTHS], ids=str)
-def test_the_model_shares_no_memory_with_what_is_stored(options: dict[str, Any]) -> None:
+def test_the_model_shares_no_memory_with_the_stored_weights(options: dict[str, Any]) -> None:
     sparse = start("cpu", "adamw", **options)
     train(sparse, batches(3))
     dense = storages(sparse._networks.store[key] for key in sparse._networks.store)
@@ -211,7 +211,7 @@ def test_needs_are_counted_from_shapes(optimizer: Any, per_weight: int) -> None:
     assert not made.state, "nothing was made"
 
 
-def test_a_network_that_cannot_be_held_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_does_not_fit_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = models.build("vgg19", num_classes=10, width=100.0)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -238,7 +238,7 @@ def test_networks_that_do_not_fit_on_the_device_are_refused(monkeypatch: pytest.
         SparseTraining(model, OPTIMIZERS["sgd"](model.parameters()), example, Flops(0.5), full_model_device="cpu")
 
 
-def test_places_that_cannot_be_meant() -> None:
+def test_devices_that_are_not_possible_are_refused() -> None:
     model = Net()
     optimizer, example = OPTIMIZERS["sgd"](model.parameters()), torch.zeros(1, 1, 8, 8)
     with pytest.raises(ValueError, match="`full_model_device` is 'cuda:1'; it must be 'cpu'"):
@@ -252,7 +252,7 @@ def test_places_that_cannot_be_meant() -> None:
         memory.place(there, [OPTIMIZERS["sgd"](there.parameters())], example, Flops(0.5), "cpu")
 
 
-def test_free_memory_is_some_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_a_part_of_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < memory.free_on_host() <= total
     monkeypatch.setattr(memory, "Path", lambda name: (_ for _ in ()).throw(OSError))
@@ -270,7 +270,9 @@ def test_free_memory_is_some_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -
     ids=str,
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_on_a_gpu_with_dense_weights_at_home(optimizer: str, options: dict[str, Any], differences: Differences) -> None:
+def test_a_gpu_training_with_dense_weights_on_the_host(
+    optimizer: str, options: dict[str, Any], differences: Differences
+) -> None:
     torch.backends.cudnn.deterministic = True
     data = batches(12, device="cuda")
     plain, hosted = (start(home, optimizer, "cuda", resample_every=3, **options) for home in (None, "cpu"))

@@ -122,18 +122,18 @@ def check(policy: str, tmp_path: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_few_interrupts_leave_no_half_change(policy: str, tmp_path: Any) -> None:
+def test_some_interrupts_leave_no_partial_change(policy: str, tmp_path: Any) -> None:
     check(policy, tmp_path, 17)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_many_interrupts_leave_no_half_change(policy: str, tmp_path: Any) -> None:
+def test_all_interrupts_leave_no_partial_change(policy: str, tmp_path: Any) -> None:
     check(policy, tmp_path, 500)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_lack_of_memory_leaves_the_last_state(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_leaves_the_last_state(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sparse = make(policy)
     before = structure(model, sparse)
     gather, calls = slimstart.Selection.gather, itertools.count()

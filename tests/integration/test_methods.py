@@ -120,7 +120,7 @@ def test_the_start_of_a_search_is_the_uniform_network() -> None:
         ({"epochs": 10, "finetune_epochs": 90}, 10 * 10),
     ],
 )
-def test_a_search_by_worth_ends_before_the_structure_is_fixed(settings: dict[str, Any], steps: float) -> None:
+def test_an_equal_worth_search_ends_before_the_structure_is_fixed(settings: dict[str, Any], steps: float) -> None:
     sparse = made(steps_per_epoch=10, method="slimstart", policy="equal_worth", **settings).sparse  # type: ignore[attr-defined]
     assert sparse.learner.window * sparse.learner.rounds == pytest.approx(steps, rel=0.05)
 
@@ -145,7 +145,7 @@ STOPPED = [
 
 
 @pytest.mark.parametrize("settings", STOPPED, ids=name_of)
-def test_killed_in_every_other_step_it_ends_as_if_it_had_not_been(
+def test_a_run_killed_in_every_other_step_resumes_exactly(
     tmp_path: Path, settings: dict[str, Any], differences: Callable[[Any, Any], list[str]]
 ) -> None:
     """Every step runs twice, and every cut: once before a kill, and once behind a checkpoint."""
@@ -209,7 +209,7 @@ def test_cuts_are_spread_over_the_epochs_of_fine_tuning(tmp_path: Path, rounds: 
         ),
     ],
 )
-def test_what_is_left_is_within_the_budget(tmp_path: Path, method: str, budget: str, rounds: int) -> None:
+def test_the_pruned_network_is_within_the_budget(tmp_path: Path, method: str, budget: str, rounds: int) -> None:
     record = trained(tmp_path / "run", method=method, budget=budget, rounds=rounds, epochs=1)
     a, b = widths(record)
     assert record.flops == flops_of(a, b)
@@ -219,7 +219,7 @@ def test_what_is_left_is_within_the_budget(tmp_path: Path, method: str, budget: 
     assert 0.7 * float(fraction) < ratio <= float(fraction)
 
 
-def test_the_ledger_has_what_was_trained_before_the_cut_and_behind_it(tmp_path: Path) -> None:
+def test_the_ledger_counts_training_before_and_after_pruning(tmp_path: Path) -> None:
     record = trained(tmp_path / "run", finetune_epochs=3)
     a, b = widths(record)
     # Curves: the whole network, and each of two layers at six widths, masked, on the three batches there are.
@@ -232,7 +232,7 @@ def test_the_ledger_has_what_was_trained_before_the_cut_and_behind_it(tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["slimming", "soft"])
-def test_without_fine_tuning_the_cut_is_the_last_thing(tmp_path: Path, method: str) -> None:
+def test_without_fine_tuning_pruning_comes_last(tmp_path: Path, method: str) -> None:
     record = trained(tmp_path / "run", method=method, finetune_epochs=0)
     a, b = widths(record)
     assert [epoch.phase for epoch in record.history] == ["train", "train"]
@@ -260,7 +260,7 @@ def test_the_penalty_adds_the_sign_of_every_scale_to_the_gradient() -> None:
         torch.testing.assert_close(after[1][1][name], plain - 0.5 * 0.01 * signs, rtol=0, atol=1e-6)
 
 
-def test_the_penalty_ends_with_the_cut() -> None:
+def test_the_penalty_ends_with_pruning() -> None:
     found = []
     for penalty in (0.0, 1.0):
         method = made(method="slimming", penalty=penalty)
@@ -312,7 +312,7 @@ def test_soft_pruning_epoch_by_epoch(differences: Callable[[Any, Any], list[str]
     assert torch.equal(method.finish(data).get_parameter("3.weight"), wanted)
 
 
-def test_the_uniform_protocol_of_soft_pruning_is_no_soft_training() -> None:
+def test_the_uniform_protocol_of_soft_pruning_zeroes_nothing_while_training() -> None:
     method = made(method="soft", protocol="uniform")
     assert isinstance(method, Pruned)
     network = method._stage.network
@@ -324,7 +324,7 @@ def test_the_uniform_protocol_of_soft_pruning_is_no_soft_training() -> None:
     assert torch.equal(method.snapshot([]).get_parameter("0.weight"), wanted)
 
 
-def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_before_training(tmp_path: Path) -> None:
     for settings in (*PRUNED, *RELAXED, {"method": "random"}):
         with pytest.raises(BudgetError, match="feasible from"):
             made(**settings, budget="flops=0.0001")
@@ -337,7 +337,7 @@ def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", RELAXED, ids=name_of)
-def test_the_network_that_is_left_computes_what_the_gated_one_does(settings: dict[str, Any]) -> None:
+def test_the_pruned_network_equals_the_gated_one(settings: dict[str, Any]) -> None:
     method, data = made(**settings, lr=0.2), batches()
     assert isinstance(method, Relaxed)
     network = method._stage.network
@@ -365,7 +365,7 @@ def test_the_network_that_is_left_computes_what_the_gated_one_does(settings: dic
 
 
 @pytest.mark.parametrize("settings", RELAXED, ids=name_of)
-def test_a_snapshot_of_a_search_leaves_it_alone(
+def test_a_snapshot_does_not_change_a_search(
     settings: dict[str, Any], differences: Callable[[Any, Any], list[str]]
 ) -> None:
     method, data = made(**settings), batches()
@@ -380,7 +380,7 @@ def test_a_snapshot_of_a_search_leaves_it_alone(
     assert sum(p.numel() for p in shown.parameters()) < sum(p.numel() for p in with_dropout(10, 1).parameters())
 
 
-def test_progress_is_that_of_the_search() -> None:
+def test_gates_receive_the_progress_of_the_search() -> None:
     method, data = made(method="slimstart", policy="paper", estimator="gumbel", epochs=4, settle_at=0.5), batches(STEPS)
     assert isinstance(method, Relaxed)
     temperatures = []

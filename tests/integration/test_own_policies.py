@@ -148,7 +148,7 @@ def training(policy: str | Policy, **settings: Any) -> tuple[SparseTraining, tup
     return SparseTraining(model, optimizer, batch[0][:1], BUDGET, policy=policy, **settings), batch
 
 
-def test_one_that_learns_from_losses() -> None:
+def test_a_policy_that_learns_from_losses() -> None:
     own = Own()
     sparse, batch = training(own, total_steps=9)
     assert sparse.policy is own
@@ -166,7 +166,7 @@ def test_one_that_learns_from_losses() -> None:
     assert sparse.expected_cost == sparse.learner.expected_cost
 
 
-def test_one_that_learns_from_gradients() -> None:
+def test_a_policy_that_learns_from_gradients() -> None:
     own = Own(MostGradient, "gradients")
     sparse, batch = training(own)
     learner = sparse.learner
@@ -192,11 +192,11 @@ def test_settings_serve_two_trainings() -> None:
     assert second.learner.losses == []  # type: ignore[attr-defined]
 
 
-def test_a_coupling_of_the_users_wins() -> None:
+def test_an_explicit_coupling_takes_precedence() -> None:
     assert training(Own(), coupling="filter")[0].graph.coupling == "filter"
 
 
-def test_names_are_those_of_defaults() -> None:
+def test_names_mean_default_policies() -> None:
     assert get_policy("paper") == Paper()
     assert get_policy("equal_worth") == EqualWorth()
     assert get_policy(own := Paper(seed=3)) is own
@@ -215,7 +215,7 @@ def test_names_are_those_of_defaults() -> None:
         (Own(learns_from="both"), ValueError, "`learns_from` of .* is 'both'; it must be 'losses' or 'gradients'"),
     ],
 )
-def test_what_is_no_policy_is_refused(policy: Any, error: type[Exception], message: str) -> None:
+def test_other_objects_than_policies_are_refused(policy: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         get_policy(policy)
     with pytest.raises(error, match=message):

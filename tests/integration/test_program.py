@@ -84,7 +84,7 @@ SETTINGS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(map(str, s.values())) or "default")
-def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_is_not(
+def test_an_interrupted_run_equals_an_uninterrupted_one(
     tmp_path: Path, settings: dict[str, Any], differences: Callable[[Any, Any], list[str]]
 ) -> None:
     recipe = merged(TINY, settings)
@@ -156,7 +156,7 @@ def test_a_full_model_on_the_cpu_never_comes_to_the_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_polite_stop_saves_between_checkpoints(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+def test_a_requested_stop_saves_a_checkpoint(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     class Stopper(Unwatched):
         asked = 0
 
@@ -173,7 +173,7 @@ def test_a_polite_stop_saves_between_checkpoints(tmp_path: Path, differences: Ca
     assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / "parts")) == []
 
 
-def test_the_record_says_what_happened(tmp_path: Path) -> None:
+def test_the_record_describes_the_run(tmp_path: Path) -> None:
     program = started(tmp_path / "run", place=dataclasses.replace(QUICK, step_times=True))
     record = program.train()
     assert record == records.read(tmp_path / "run")
@@ -254,7 +254,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(
+def test_a_damaged_checkpoint_is_skipped(
     tmp_path: Path, differences: Callable[[Any, Any], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Killed):
@@ -354,7 +354,7 @@ def test_a_resumed_run_keeps_the_command_that_began_it(tmp_path: Path, monkeypat
     assert started(tmp_path / "run").train().command == "slimstart train --lr 0.1"
 
 
-def test_a_place_that_cannot_be_meant() -> None:
+def test_impossible_places_are_refused() -> None:
     for wrong in ({"workers": -1}, {"checkpoint_seconds": float("nan")}):
         with pytest.raises(ConfigError, match=f"`{next(iter(wrong))}` is"):
             Place(**wrong)  # type: ignore[arg-type]
@@ -369,7 +369,7 @@ def test_two_processes_cannot_write_into_one_run(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_without_a_run_does_not_stay(tmp_path: Path) -> None:
+def test_empty_run_folders_are_removed(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), Run(tmp_path / "a" / "run").locked():
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError), claim(tmp_path / "a" / "run").locked():
@@ -394,7 +394,7 @@ def test_names_are_claimed_once(tmp_path: Path) -> None:
         claim(tmp_path / "file" / "x")
 
 
-def test_only_the_last_checkpoints_are_kept_and_leftovers_go(tmp_path: Path) -> None:
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.create(TINY)
     (run.folder / "checkpoints" / "step-000000001.pt.partial").write_bytes(b"half")

@@ -69,7 +69,7 @@ def test_command_lines_are_found() -> None:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(shlex.split(line, comments=True)))
-def test_command_lines_are_understood(line: str, tmp_path: Path) -> None:
+def test_command_lines_are_valid(line: str, tmp_path: Path) -> None:
     """Options exist and have values of the right kind, settings make a recipe, networks are known."""
     given = parse(line)
     model = given.get("model")

@@ -59,7 +59,7 @@ def first_convolution(net: nn.Module, images: Tensor) -> int:
     return counted(lambda: convolution(images))
 
 
-def test_the_count_of_allocations_sees_backward_too() -> None:
+def test_the_count_of_allocations_includes_backward() -> None:
     weight = torch.ones(5, 7, requires_grad=True)
     with Allocations() as allocations:
         weight.detach().t().add_(1)

@@ -339,7 +339,7 @@ def nearest_with_sum(z: Tensor, most: float) -> Tensor:
 # --------------------------------------------------------------------------- windows and estimators
 
 
-def test_a_window_holds_its_network_and_learns_structure_once() -> None:
+def test_a_window_has_one_network_and_one_structure_update() -> None:
     sparse = start(resample_every=3)
     net, parameters = sparse.model, list(sparse.model.parameters())
     masks = []
@@ -436,7 +436,7 @@ def test_unknown_estimator_is_refused_with_the_list() -> None:
 # --------------------------------------------------------------------------- the reference forward leaves no trace
 
 
-def test_the_reference_leaves_no_trace(differences: Any) -> None:
+def test_the_reference_forward_changes_no_state(differences: Any) -> None:
     """Statistics and random numbers after a step are those of the trained network's forward alone."""
     torch.manual_seed(1)
     model = Net(dropout=0.5)
@@ -562,7 +562,7 @@ def test_schedulers_and_parameter_groups_survive() -> None:
         assert all(s["momentum_buffer"].shape == p.shape for p, s in optimizer.state.items())
 
 
-def test_parameters_that_the_optimizer_has_not_stay_as_they_are() -> None:
+def test_parameters_outside_the_optimizer_do_not_change() -> None:
     torch.manual_seed(0)
     model = Net()
     trained = [*model.features[6].parameters(), *model.head.parameters()]
@@ -813,7 +813,7 @@ def test_state_dicts_are_those_of_the_narrow_network(make_optimizer: Any, differ
     assert differences(sparse.optimizer.state_dict()["state"], optimizer.state_dict()["state"]) == []
 
 
-def test_asking_for_state_changes_nothing(differences: Any) -> None:
+def test_reading_state_changes_nothing(differences: Any) -> None:
     asked, undisturbed = (start(resample_every=4) for _ in range(2))
     for batch in batches(8):
         asked.step(loss_fn, *batch)
@@ -825,7 +825,7 @@ def test_asking_for_state_changes_nothing(differences: Any) -> None:
     assert differences(everything(asked), everything(undisturbed)) == []
 
 
-def test_what_belongs_to_absent_channels_is_stored_unchanged() -> None:
+def test_state_of_dropped_channels_is_stored_unchanged() -> None:
     sparse = start(resample_every=4)
     data = batches(8)
     for batch in data[:4]:
@@ -864,7 +864,7 @@ def test_loading_the_model_takes_effect_and_keeps_the_optimizer(make_optimizer: 
     sparse.step(loss_fn, *batches(1)[0])
 
 
-def test_a_dense_state_dict_is_refused_in_mid_training(differences: Any) -> None:
+def test_a_dense_state_dict_is_refused_during_training(differences: Any) -> None:
     sparse = start()
     sparse.step(loss_fn, *batches(1)[0])
     before = everything(sparse)
@@ -960,7 +960,7 @@ def test_settle_twice_is_settle_once(differences: Any) -> None:
 
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("resample_every", [1, 4])
-def test_snapshots_leave_training_bit_unchanged(measured: bool, resample_every: int, differences: Any) -> None:
+def test_snapshots_do_not_change_training(measured: bool, resample_every: int, differences: Any) -> None:
     def fresh() -> SparseTraining:
         torch.manual_seed(0)
         return start(Net(dropout=0.3), budget=Flops(0.3), resample_every=resample_every)
@@ -1038,7 +1038,7 @@ def test_example_inputs_of_the_wrong_type() -> None:
         SparseTraining(model, sgd(model), "images", Channels(0.5), policy="paper")
 
 
-def test_a_refused_construction_leaves_model_and_optimizer_as_they_were() -> None:
+def test_a_refused_construction_changes_neither_model_nor_optimizer() -> None:
     model = Net()
     optimizer, before = sgd(model), copy.deepcopy(model.state_dict())
     with pytest.raises(BudgetError):
@@ -1048,7 +1048,7 @@ def test_a_refused_construction_leaves_model_and_optimizer_as_they_were() -> Non
     SparseTraining(model, optimizer, bars(1, 0)[0], Flops(0.5), policy="paper").step(loss_fn, *batches(1)[0])
 
 
-def test_kept_layers_stay_whole() -> None:
+def test_layers_in_keep_are_not_pruned() -> None:
     sparse = start(keep=["features.3"])
     for batch in batches(3):
         sparse.step(loss_fn, *batch)
@@ -1110,7 +1110,7 @@ class Fixed:
         return FixedWidths(costs)
 
 
-def test_a_policy_of_ones_own(differences: Any) -> None:
+def test_a_custom_policy(differences: Any) -> None:
     """Fixed widths through SparseTraining are plain training of the narrow network."""
     sparse = start(policy=Fixed())
     assert isinstance(sparse.learner, FixedWidths)
@@ -1152,7 +1152,7 @@ def test_a_policy_of_ones_own(differences: Any) -> None:
         ("vit_fused", "filter"),
     ],
 )
-def test_networks_of_the_zoo_learn_a_batch_by_heart(name: str, coupling: str) -> None:
+def test_networks_of_the_zoo_overfit_one_batch(name: str, coupling: str) -> None:
     """Residual streams, depthwise layers, attention: what the plain networks above do not have."""
     torch.manual_seed(0)
     model = ZOO[name].factory()

@@ -134,7 +134,7 @@ def test_gradients_of_units_are_those_of_gates(name: str, align: int) -> None:
         assert float(expected.abs().max()) > 1e-3
 
 
-def test_it_starts_as_a_narrow_network_would() -> None:
+def test_it_starts_like_the_uniform_network() -> None:
     """With weights of the scale that its own initialisation would give them; a pretrained model is left alone."""
     for pretrained in (True, False):
         model = models.build("resnet20", num_classes=10, width=0.25)
@@ -148,7 +148,7 @@ def test_it_starts_as_a_narrow_network_would() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [SGD, pytest.param(AdamW, marks=pytest.mark.slow)])
-def test_a_draw_changes_widths_and_nothing_else(
+def test_a_structure_change_changes_widths_only(
     optimizer: Any, differences: Callable[[Any, Any], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Dense weights and state stay as they are, at the end of the search too; one that is resumed ends likewise."""
@@ -192,7 +192,7 @@ def test_a_draw_changes_widths_and_nothing_else(
 
 
 @pytest.mark.parametrize("sign", ["state", "batches", "none"])
-def test_signs_of_training_keep_the_weights_as_they_are(sign: str) -> None:
+def test_pretrained_weights_are_not_rescaled(sign: str) -> None:
     model = models.build("resnet20", num_classes=10, width=0.25).double()
     model.get_parameter("stage1.0.conv1.weight").requires_grad_(False)
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
@@ -283,7 +283,7 @@ def test_a_closure_is_the_plain_loop(by_name: bool, differences: Any) -> None:
     same_end(plain, sparse, differences)
 
 
-def test_of_a_closure_that_is_called_again_the_first_gradients_count() -> None:
+def test_the_first_gradients_of_a_repeated_closure_count() -> None:
     """An optimizer that tries several points takes one step: that of the weights it began with."""
 
     class Twice(SGD):
@@ -429,7 +429,7 @@ def with_one(policy: Any) -> SparseTraining:
 
 @pytest.mark.parametrize("layers", [False, True], ids=["weights and biases", "layers"])
 @pytest.mark.parametrize("by_step", [False, True])
-def test_two_optimizers_are_as_one(layers: bool, by_step: bool, differences: Any) -> None:
+def test_two_optimizers_equal_one(layers: bool, by_step: bool, differences: Any) -> None:
     """If they are of one kind; an iteration is over when both have stepped, in any order."""
     policy = EqualWorth(resample_every=2)
     one, two = with_one(policy), with_two(policy, layers)
@@ -496,7 +496,7 @@ def test_one_optimizer_steps_in_every_second_iteration() -> None:
     assert len(sparse.learner.observed) == 6
 
 
-def test_gradients_that_wait_are_never_lost_to_a_change_of_structure() -> None:
+def test_pending_gradients_survive_a_structure_change() -> None:
     """The optimizer that steps seldom gets the sum of two batches, as it would without a search."""
     sparse = with_two(EqualWorth(resample_every=1), layers=True)
     often, seldom = sparse.optimizer
@@ -518,7 +518,7 @@ def test_gradients_that_wait_are_never_lost_to_a_change_of_structure() -> None:
     assert seen == 4 * len(waiting)
 
 
-def test_a_list_of_one_is_one(differences: Any) -> None:
+def test_a_list_of_one_optimizer_is_accepted(differences: Any) -> None:
     first = with_one(EqualWorth(resample_every=2))
     torch.manual_seed(0)
     model = chain()
@@ -578,7 +578,7 @@ def test_a_subclass_that_calls_the_step_of_its_base_makes_one_step(differences: 
 
 @pytest.mark.parametrize("wrap", [Wrapped, WrappedOptimizer])
 @pytest.mark.parametrize("in_list", [False, True])
-def test_a_wrapped_optimizer_is_looked_into(wrap: Callable[[Any], Any], in_list: bool, differences: Any) -> None:
+def test_the_optimizer_inside_a_wrapper_is_found(wrap: Callable[[Any], Any], in_list: bool, differences: Any) -> None:
     first = with_one(EqualWorth(resample_every=2))
     torch.manual_seed(0)
     model = chain()
@@ -589,7 +589,7 @@ def test_a_wrapped_optimizer_is_looked_into(wrap: Callable[[Any], Any], in_list:
     same_end(first, second, differences)
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_other_objects_than_optimizers_are_refused() -> None:
     model = chain()
     for wrong in (None, object(), [SGD(model.parameters(), lr=0.1), "adam"], Wrapped(None)):
         with pytest.raises(
@@ -604,7 +604,7 @@ def test_what_is_no_optimizer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("steps", [5, 17], ids=["searching", "settled"])
-def test_a_checkpoint_goes_on_bit_for_bit(steps: int) -> None:
+def test_a_checkpoint_resumes_exactly(steps: int) -> None:
     """Also in a training that has settled meanwhile, and searches again then."""
     every = 2 if steps == 5 else 1
     first, second = start(resample_every=every), start(resample_every=every)
@@ -638,7 +638,7 @@ def widths(sparse: SparseTraining) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["frozen", "left out", "frozen later"])
-def test_a_group_of_which_too_little_is_known_keeps_its_width(how: str) -> None:
+def test_a_group_with_unobserved_readers_keeps_its_width(how: str) -> None:
     model = chain()
     reader = model[2].weight  # which reads the first group
     reader.requires_grad_(how != "frozen")
@@ -676,7 +676,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("head_first", [False, True])
-def test_a_weight_that_reads_and_writes_says_nothing_of_its_group(head_first: bool) -> None:
+def test_a_weight_that_reads_and_writes_one_group_is_not_observed(head_first: bool) -> None:
     for tied in (False, True):
         model, example = Tied(tied, head_first), torch.zeros(1, 4, dtype=torch.int64)
         graph = trace(model, example, "stream")
@@ -752,16 +752,14 @@ def test_units_of_both_optimizers_are_observed() -> None:
         (100, 1000, 1000, 1),
     ],
 )
-def test_its_search_is_a_fifth_of_the_run(total: int | None, given: int | None, window: int, rounds: int) -> None:
+def test_the_search_takes_a_fifth_of_the_run(total: int | None, given: int | None, window: int, rounds: int) -> None:
     sparse = start(resample_every=given, total_steps=total)
     assert isinstance(sparse.learner, EqualWorthSearch)
     assert (sparse.learner.window, sparse.learner.rounds) == (window, rounds)
 
 
 @pytest.mark.parametrize("mistake", [None, "another network is trained", "not finite"])
-def test_a_loop_from_which_nothing_can_be_learned_is_told_of(
-    mistake: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_without_gradients_is_reported(mistake: str | None, caplog: pytest.LogCaptureFixture) -> None:
     sparse = start(resample_every=2, total_steps=100)
     for number in range(4):
         net = sparse.dense_copy() if mistake == "another network is trained" else sparse.model
@@ -774,7 +772,7 @@ def test_a_loop_from_which_nothing_can_be_learned_is_told_of(
     )
 
 
-def test_where_no_width_can_be_learned_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_networks_without_learnable_widths_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     model = chain()
     first = list(model[0].parameters())
     for parameter in set(model.parameters()) - set(first):
@@ -788,7 +786,7 @@ def test_where_no_width_can_be_learned_it_is_said_once(caplog: pytest.LogCapture
     assert "no width can be learned" in caplog.text
 
 
-def test_a_network_that_is_finished_too_early_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_finishing_before_the_search_ends_warns(caplog: pytest.LogCaptureFixture) -> None:
     for num_steps in (1, 2, 3):
         sparse = start(total_steps=10, resample_every=None)
         for number in range(num_steps):

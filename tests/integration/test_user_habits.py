@@ -269,7 +269,7 @@ def test_an_average_of_weights_follows_the_structure(policy: Any, caplog: pytest
 
 
 @POLICIES
-def test_an_average_that_does_not_follow_is_warned_of(policy: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_average_that_does_not_follow_causes_a_warning(policy: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, sparse = make_training(policy=policy)
     followed, left = AveragedModel(model), AveragedModel(model)
     sparse.follow(followed)
@@ -287,7 +287,7 @@ def test_an_average_that_does_not_follow_is_warned_of(policy: Any, caplog: pytes
     del another
 
 
-def test_a_copy_that_is_gone_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_copy_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, sparse = make_training(policy=QUICK)
     copy.deepcopy(model)
     pickle.loads(pickle.dumps(model))
@@ -297,7 +297,7 @@ def test_a_copy_that_is_gone_is_not_warned_of(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-def test_what_is_no_copy_cannot_follow() -> None:
+def test_only_copies_of_the_model_can_follow() -> None:
     model, _, sparse = make_training()
     for foreign in (make_model(), nn.Linear(2, 2), model):
         with pytest.raises(ValueError, match="no copy of the model as it is now"):
@@ -322,7 +322,7 @@ def hooks_of(model: nn.Module) -> Iterator[Any]:
     "policy", [QUICK, Paper(), Paper(align=4)], ids=["equal_worth", "paper", "paper with capacity to spare"]
 )
 @pytest.mark.parametrize("name", ["vgg_bn", "resnet_basic"])
-def test_finish_leaves_the_users_own_object_and_nothing_of_ours(name: str, policy: Any) -> None:
+def test_finish_returns_the_same_plain_object(name: str, policy: Any) -> None:
     model = ZOO[name].factory()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     images = torch.randn(4, 3, 16, 16)
@@ -390,7 +390,7 @@ def test_attributes_come_with_the_state_dict_of_a_training() -> None:
     assert torch.equal(outputs(traced, inputs), outputs(model, inputs))
 
 
-def test_after_the_end_nothing_is_answered_from_old_tensors() -> None:
+def test_methods_after_finish_are_refused() -> None:
     model, _, sparse = make_training(ZOO["resnet_basic"].factory())
     sparse.finish(plain=True)
     for asked in (sparse.snapshot, sparse.dense_copy, sparse.state_dict, sparse.settle, sparse.resample):
@@ -407,7 +407,7 @@ def test_after_the_end_nothing_is_answered_from_old_tensors() -> None:
 
 @POLICIES
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_in_mid_search_are_inert_and_usable(how: str, policy: Any, differences: Any) -> None:
+def test_copies_made_during_a_search_are_plain_modules(how: str, policy: Any, differences: Any) -> None:
     torch.manual_seed(0)
     model, optimizer, sparse = make_training(policy=policy)
     torch.manual_seed(0)
@@ -444,7 +444,7 @@ def test_copies_in_mid_search_are_inert_and_usable(how: str, policy: Any, differ
     assert differences(undisturbed.state_dict(), sparse.state_dict()) == []
 
 
-def test_copies_of_a_network_with_capacity_to_spare() -> None:
+def test_copies_of_a_padded_network() -> None:
     model, optimizer, sparse = make_training(policy=Paper(align=4))
     list(steps(sparse, optimizer, 3))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -455,7 +455,7 @@ def test_copies_of_a_network_with_capacity_to_spare() -> None:
     assert exact[0].out_channels == int(sparse.mask[:16].sum())
 
 
-def test_a_state_dict_is_kept_for_later_as_ever(differences: Any) -> None:
+def test_a_stored_state_dict_does_not_change(differences: Any) -> None:
     """`best = deepcopy(model.state_dict())`, and back to it after changes of structure."""
     model, optimizer, sparse = make_training(policy=QUICK)
     list(steps(sparse, optimizer, 1))
@@ -495,7 +495,7 @@ def test_references_have_what_was_loaded() -> None:
 
 
 @pytest.mark.parametrize("assign", [True, False])
-def test_what_would_exchange_parameters_is_refused(assign: bool, differences: Any) -> None:
+def test_replacing_parameters_is_refused(assign: bool, differences: Any) -> None:
     model, _, sparse = make_training()
     state = model.state_dict() if assign else make_model().state_dict()
     before = sparse.state_dict()
@@ -601,7 +601,7 @@ def test_wrappers_that_cannot_follow_are_refused_by_name(name: str, module: str,
         make_training(model, policy=QUICK)
 
 
-def test_a_users_own_class_of_such_a_name_is_fine() -> None:
+def test_a_user_class_with_the_name_of_a_wrapper_is_accepted() -> None:
     _, optimizer, sparse = make_training(of_class("DataParallel", "mine"), policy=QUICK)
     assert sum(steps(sparse, optimizer, 4)) > 0
 
@@ -669,7 +669,7 @@ def test_a_loss_function_may_return_more(policy: Any, differences: Any) -> None:
 
 
 @pytest.mark.parametrize("more", [None, (), "text", [1, torch.ones(2)]], ids=str)
-def test_whatever_comes_with_the_loss_is_returned(more: Any) -> None:
+def test_outputs_returned_with_the_loss_are_returned(more: Any) -> None:
     _, _, sparse = make_training(policy=QUICK)
     loss, found = sparse.step(lambda net, x, y: (loss_fn(net, x, y), more), IMAGES, LABELS)
     assert loss.shape == ()
@@ -677,7 +677,7 @@ def test_whatever_comes_with_the_loss_is_returned(more: Any) -> None:
 
 
 @pytest.mark.parametrize("result", [lambda loss: float(loss), lambda loss: (loss, 1, 2), lambda loss: loss.repeat(3)])
-def test_what_is_no_loss_is_refused(result: Any, differences: Any) -> None:
+def test_other_objects_than_losses_are_refused(result: Any, differences: Any) -> None:
     _, _, sparse = make_training(policy=QUICK)
     before = copy.deepcopy(dict(sparse.model.named_parameters()))
     with pytest.raises(TypeError, match=r"`loss_fn` returned a .*; it must return a scalar tensor"):
@@ -689,7 +689,7 @@ def test_what_is_no_loss_is_refused(result: Any, differences: Any) -> None:
 # --------------------------------------------------------------------------- modes and freezing
 
 
-def test_modes_are_the_users() -> None:
+def test_train_and_eval_modes_are_kept() -> None:
     model, _, sparse = make_training(make_model().eval())
     assert not any(module.training for module in model.modules())
     model.train()
@@ -711,7 +711,7 @@ def test_modes_are_the_users() -> None:
 
 
 @POLICIES
-def test_a_layer_that_is_frozen_in_mid_training_rests(policy: Any) -> None:
+def test_a_layer_frozen_during_training_does_not_change(policy: Any) -> None:
     model, optimizer, sparse = make_training(policy=policy)
     list(steps(sparse, optimizer, 3))
     model[0].requires_grad_(False)
@@ -738,7 +738,7 @@ def test_a_snapshot_in_inference_mode_leaves_no_inference_tensors() -> None:
 
 
 @POLICIES
-def test_training_survives_the_object(policy: Any) -> None:
+def test_training_continues_when_the_object_is_deleted(policy: Any) -> None:
     """A user who keeps no name for it trains on: its hooks keep it alive."""
     model, optimizer, sparse = make_training(policy=policy)
     parameters, known = list(model.parameters()), sparse.learner
@@ -788,7 +788,7 @@ def test_parameter_groups_may_be_added_later() -> None:
     assert torch.equal(extra.detach(), torch.ones(3))
 
 
-def test_a_reference_that_is_not_there() -> None:
+def test_a_missing_reference_is_refused() -> None:
     _, _, sparse = make_training(estimator="pge")
     with pytest.raises(RuntimeError, match="ask `needs_reference` before"):
         _ = sparse.reference
@@ -824,7 +824,7 @@ def test_keep_may_be_a_generator_and_a_layer_by_size_is_not_prunable() -> None:
     assert sparse.graph.not_prunable["0"] == "asked for by `keep`"
 
 
-def test_what_is_not_reached_is_reported_and_single_examples_are_traced_in_training(
+def test_unreached_layers_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Branches(nn.Module):
@@ -926,7 +926,7 @@ def test_a_half_loaded_training_makes_no_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("order", ["seldom first", "seldom last"])
-def test_no_gradient_is_lost_to_a_change_between_two_optimizers(order: str) -> None:
+def test_no_gradient_is_lost_between_the_steps_of_two_optimizers(order: str) -> None:
     model = make_model()
     names = dict(model.named_parameters())
     often = torch.optim.SGD([names["0.weight"], names["3.weight"]], lr=1e-2)
@@ -943,7 +943,7 @@ def test_no_gradient_is_lost_to_a_change_between_two_optimizers(order: str) -> N
     assert sparse.settled
 
 
-def test_an_optimizer_is_in_one_training_alone() -> None:
+def test_an_optimizer_belongs_to_one_training() -> None:
     models = [make_model(), make_model()]
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=1e-2)
     SparseTraining(models[0], optimizer, IMAGES[:2], Flops(0.5), policy=QUICK)

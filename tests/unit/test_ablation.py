@@ -53,7 +53,7 @@ def search(name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_every_variant_searches_in_its_own_way(name):
+def test_variants_search_differently(name):
     assert search(name) != search("equal_worth")
 
 

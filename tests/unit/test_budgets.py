@@ -100,7 +100,7 @@ def test_many_keep_probabilities_at_once(name: str, budget: Budget) -> None:
 
 
 @pytest.mark.parametrize("budget", [Channels(1.0), Params(1.0), Flops(1.0)], ids=str)
-def test_a_budget_on_a_device_asks_for_no_value(budget: Budget) -> None:
+def test_a_budget_on_a_device_reads_no_value_on_the_host(budget: Budget) -> None:
     """Tensors on "meta" have shapes and no values. The budget on the CPU stays there."""
     table = TABLES["the square of a stream"]
     bound = budget.bind(table)
@@ -112,7 +112,7 @@ def test_a_budget_on_a_device_asks_for_no_value(budget: Budget) -> None:
     assert bound.cost(torch.ones(6, dtype=torch.bool)) == bound.dense
 
 
-def test_sums_over_more_events_than_a_chunk() -> None:
+def test_sums_over_several_chunks_of_events() -> None:
     """Two weights in one factor, 200 units: 3 n1 + 5 n2 + 7, and its square."""
     table = cost_table([0] * 200, [[u] for u in range(200)], [factor(range(200), [3, 5] * 100, 7)], [(1, (0, 0))])
     bound = Flops(1.0).bind(table)

@@ -28,14 +28,14 @@ def within(masks: Tensor) -> Tensor:
     return (masks[..., :4].sum(-1) <= 2) & (masks[..., 4:].sum(-1) <= 2)
 
 
-def test_the_cap_is_the_mean_and_some_standard_deviations() -> None:
+def test_the_cap_is_a_number_of_standard_deviations_above_the_mean() -> None:
     assert SPREAD == 1.5
     assert Cap(GROUPS).of(S).tolist() == [2, 2]
     certain = torch.tensor([1.0, 1, 1, 0, 1, 0, 0], dtype=torch.float64)
     assert Cap(GROUPS).of(certain).tolist() == [3, 1]
 
 
-def test_groups_above_the_cap_are_drawn_again_and_others_kept() -> None:
+def test_only_groups_above_the_cap_are_resampled() -> None:
     generator = torch.Generator().manual_seed(0)
     tries = torch.rand(TRIES, 500, 7, generator=generator, dtype=torch.float64) < S
     found = Cap(GROUPS).first_within(tries, S)
@@ -69,7 +69,7 @@ def test_estimators_that_compare_losses_are_exact_for_the_capped_objective(name:
     assert not torch.allclose(lone, exact, rtol=0.01)  # one mask alone has nothing to compare with
 
 
-def test_a_capped_policy_stays_within_and_repeats_itself() -> None:
+def test_a_capped_policy_is_within_its_cap_and_reproducible() -> None:
     table = chain([40, 60])
     policy = Paper(sampling="capped", seed=3).start(table, Flops(0.3))
     assert policy.padding == Padding(None, SPREAD)
@@ -88,13 +88,13 @@ def test_a_capped_policy_stays_within_and_repeats_itself() -> None:
 
 
 @pytest.mark.parametrize(("estimator", "tries"), [("vr_pge", TRIES), ("leave_one_out", TRIES), ("pge", None)])
-def test_draws_are_capped_by_default_where_losses_are_compared(estimator: str, tries: int | None) -> None:
+def test_sampling_is_capped_by_default_for_estimators_that_compare_losses(estimator: str, tries: int | None) -> None:
     policy = Paper(estimator=estimator).start(chain([4, 4]), Flops(0.5))
     assert policy.numbers_shape == (*(() if tries is None else (tries,)), policy.num_masks, 8)
 
 
 @pytest.mark.parametrize("sampling", ["bernoulli", "capped"])
-def test_numbers_made_ahead_are_the_same_numbers(sampling: str) -> None:
+def test_random_numbers_drawn_in_advance_are_the_same(sampling: str) -> None:
     """Also where a checkpoint is taken, or candidates are drawn, in between."""
 
     def draws(prepare: bool) -> list[Tensor]:

@@ -89,7 +89,7 @@ def test_no_epoch_is_lost() -> None:
             assert found["epochs"] >= 1
 
 
-def test_epochs_of_fine_tuning_that_are_given_win_for_those_that_fine_tune() -> None:
+def test_given_fine_tuning_epochs_take_precedence() -> None:
     entrants = Contender("slimstart", "paper"), Contender("l1"), Contender("uniform"), Contender("slimstart")
     given = [plan(entrant, BASE, 40, finetune_epochs=3) for entrant in entrants]
     assert [(one["epochs"], one["finetune_epochs"]) for one in given] == [(37, 3), (37, 3), (40, 0), (40, 0)]
@@ -125,19 +125,19 @@ def test_all_runs_seed_by_seed_and_dense_once() -> None:
     )
 
 
-def test_without_epochs_those_of_the_recipe_with_fine_tuning_are_meant() -> None:
+def test_the_default_number_of_epochs_includes_fine_tuning() -> None:
     uniform, ours = trials(preset("vgg16-cifar10"), ["uniform", "slimstart"], ["flops=0.1"])
     assert (uniform.recipe.epochs, uniform.recipe.finetune_epochs) == (340, 0)
     assert (ours.recipe.epochs, ours.recipe.finetune_epochs) == (300, 40)
 
 
-def test_settings_of_retraining_that_are_given_win() -> None:
+def test_given_retraining_settings_take_precedence() -> None:
     given = {"finetune_epochs": 6, "finetune_lr": 0.5}
     (ours,) = trials(BASE, ["slimstart:paper"], ["flops=0.1"], total_epochs=10, retraining=given)
     assert (ours.recipe.epochs, ours.recipe.finetune_epochs, ours.recipe.finetune_lr) == (4, 6, 0.5)
 
 
-def test_rounds_are_for_those_that_prune() -> None:
+def test_rounds_apply_to_pruning_methods() -> None:
     found = trials(BASE, ["uniform", "l1", "slimstart"], ["flops=0.1"], total_epochs=8, retraining={"rounds": 3})
     assert [trial.recipe.rounds for trial in found] == [1, 3, 1]
 
@@ -184,14 +184,14 @@ def test_every_method_makes_a_recipe(name: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_wrong_comparisons_are_refused(
     methods: list[str], budgets: list[str], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         trials(BASE, methods, budgets, **changes)
 
 
-def test_a_run_with_other_settings_is_named_with_what_has_changed(tmp_path: Path) -> None:
+def test_changed_settings_of_a_run_are_named(tmp_path: Path) -> None:
     first = trials(BASE, ["uniform", "slimstart"], ["flops=0.1"])
     Run(tmp_path / first[1].name).create(first[1].recipe)
     refuse_changes(first, tmp_path)

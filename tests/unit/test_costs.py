@@ -43,7 +43,7 @@ def test_many_masks_at_once() -> None:
     assert table.at_least_one(masks[:0]).shape == (0, 3, 6)
 
 
-def test_no_value_is_asked_for() -> None:
+def test_no_value_is_read_on_the_host() -> None:
     """Tensors on "meta" have shapes and no values."""
     kept = table_of([1, 0, 1]).at_least_one(torch.zeros(2, 3, dtype=torch.bool, device="meta"))
     assert (kept.shape, kept.device.type) == ((2, 3), "meta")

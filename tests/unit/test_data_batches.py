@@ -83,7 +83,7 @@ def test_an_epoch_has_every_image_once_and_no_short_batch() -> None:
     assert sorted(torch.cat([labels for _, labels in whole.train.epoch(0)]).tolist()) == list(range(23))
 
 
-def test_the_test_part_is_in_order_complete_and_as_it_is() -> None:
+def test_test_images_are_complete_in_order_and_not_augmented() -> None:
     arrays, data = small_set(), batches(batch_size=1)
     assert data.test.batch_size == 4  # evaluation takes larger batches
     for epoch in (0, 1):
@@ -131,7 +131,7 @@ def test_seeds_and_epochs_do_not_mix() -> None:
     assert len(orders) == 9
 
 
-def test_validation_images_are_fixed_and_apart() -> None:
+def test_validation_images_are_fixed_and_disjoint() -> None:
     whole = {label: image for image, label in zip(*small_set().train, strict=True)}
     held = []
     for seed in (0, 1):
@@ -146,7 +146,7 @@ def test_validation_images_are_fixed_and_apart() -> None:
     assert set(held[0]) < set(more.tolist())  # a larger part contains the smaller one
 
 
-def test_labels_stay_with_their_images() -> None:
+def test_labels_belong_to_their_images() -> None:
     """Also in a validation part: the normalised image is that of its label."""
     images = small_set().train[0].double() / 255
     for some, labels in batches(validation=6).test.epoch(0):
@@ -154,7 +154,7 @@ def test_labels_stay_with_their_images() -> None:
         torch.testing.assert_close(back, images[labels], atol=1e-6, rtol=0)
 
 
-def test_arguments_that_cannot_be_meant() -> None:
+def test_wrong_arguments_are_refused() -> None:
     for size in (0, 24):
         with pytest.raises(ConfigError, match=f"`batch_size` is {size}; it must be from 1 to 23"):
             batches(batch_size=size)
@@ -174,7 +174,7 @@ def test_arguments_that_cannot_be_meant() -> None:
         load("fashion", batch_size=1, image_size=32)
 
 
-def test_arrays_that_are_no_images() -> None:
+def test_arrays_that_are_not_images_are_refused() -> None:
     images, labels = np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)
     for bad_images, bad_labels, message in (
         (images.astype(np.float32), labels, r"x\.npz has images of type float32 and shape \(4, 8, 8, 3\), not uint8"),
@@ -189,7 +189,7 @@ def test_arrays_that_are_no_images() -> None:
             as_tensors(bad_images, bad_labels, 4, "x.npz")
 
 
-def test_every_name_is_known_to_load(tmp_path: Path) -> None:
+def test_load_knows_every_name(tmp_path: Path) -> None:
     """Each either loads or says what is missing, and none falls through to another."""
     for name in NAMES:
         if name == "fashion":
@@ -217,7 +217,7 @@ def test_the_same_bits_on_a_gpu_without_waiting_for_it() -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 2])
 @pytest.mark.parametrize("at_once", [2, 3, 100])
-def test_batches_that_are_made_together_are_the_same(at_once: int, start: int) -> None:
+def test_batches_prepared_together_are_the_same(at_once: int, start: int) -> None:
     one, several = (batches(seed=3).train for _ in range(2))
     several._at_once = at_once  # type: ignore[attr-defined]  # as on a GPU
     found, expected = list(several.epoch(2, start)), list(one.epoch(2, start))

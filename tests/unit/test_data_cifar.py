@@ -82,7 +82,7 @@ def test_an_archive_may_have_any_name(tmp_path: Path) -> None:
         check(cifar.read(form, write(tmp_path, form, arrays).rename(tmp_path / "mine.tgz")), arrays)
 
 
-def test_the_npz_of_one_is_not_taken_for_the_other(tmp_path: Path) -> None:
+def test_cifar10_and_cifar100_files_are_distinguished(tmp_path: Path) -> None:
     for name in ("cifar100", "cifar10"):
         form = small_cifar(name)
         with pytest.raises(DataError, match=f"{name} is not in"):
@@ -98,7 +98,7 @@ def test_the_public_loader_takes_an_npz(tmp_path: Path) -> None:
     assert (data.train.num_images, data.test.num_images, len(data.train)) == (42, 8, 2)
 
 
-def test_nothing_there_says_what_to_put_there(tmp_path: Path) -> None:
+def test_missing_data_are_reported_with_the_accepted_files(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load("cifar10", data_dir=tmp_path, batch_size=1, download=False)
     message = str(caught.value)
@@ -133,7 +133,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
             cifar.read(form, place)
 
 
-def test_incomplete_sets(tmp_path: Path) -> None:
+def test_incomplete_sets_are_refused(tmp_path: Path) -> None:
     form = small_cifar("cifar10")
     arrays = random_arrays(form)
     for write, suffix in ((python_folder, ""), (binary_folder, ".bin")):
@@ -146,7 +146,7 @@ def test_incomplete_sets(tmp_path: Path) -> None:
         cifar.read(larger, python_archive(tmp_path, form, arrays))
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     form, other = small_cifar("cifar10"), small_cifar("cifar100")
     binary, python = (write(tmp_path, form, random_arrays(form)) for write in (binary_folder, python_folder))
     (binary / "test_batch.bin").write_bytes((binary / "test_batch.bin").read_bytes()[:-1])
@@ -169,7 +169,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         cifar.read(form, npz(tmp_path, other, random_arrays(other)))
 
 
-def test_other_arrays(tmp_path: Path) -> None:
+def test_other_arrays_are_refused(tmp_path: Path) -> None:
     form = small_cifar("cifar10")
     arrays = random_arrays(form)
     np.savez(tmp_path / "a.npz", **{**arrays, "test_images": arrays["test_images"].transpose(0, 3, 1, 2)})
@@ -196,7 +196,7 @@ def test_nothing_is_extracted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_one() -> None:
+def test_the_real_cifar10() -> None:
     """The digests are those of the published arrays; the constants are those of the training images."""
     form = cifar.FORMATS["cifar10"]
     found = cifar.read(form, real_cifar10())

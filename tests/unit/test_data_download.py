@@ -78,14 +78,14 @@ def test_a_whole_file_with_progress(server: Server, tmp_path: Path) -> None:
     assert seen[-1] == (700_000, None)
 
 
-def test_a_broken_connection_is_taken_up_where_it_broke(server: Server, tmp_path: Path) -> None:
+def test_a_broken_connection_is_resumed(server: Server, tmp_path: Path) -> None:
     server.breaks = [100_000, 300_000]
     fetch(server.url, tmp_path / "file", MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server.asked == [None, "bytes=100000-", "bytes=400000-"]
 
 
-def test_a_later_call_goes_on(server: Server, tmp_path: Path) -> None:
+def test_a_later_call_resumes_a_download(server: Server, tmp_path: Path) -> None:
     server.breaks = [100_000, 0]
     with pytest.raises(DataError, match="the connection broke after 100,000 of 700,000 bytes; try again to go on"):
         fetch(server.url, tmp_path / "file", MD5)
@@ -109,13 +109,13 @@ def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) ->
     assert len(server.breaks) == 1  # an attempt that brings nothing new is the last
 
 
-def test_a_part_that_is_whole_needs_nothing(server: Server, tmp_path: Path) -> None:
+def test_a_complete_part_is_not_fetched_again(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(CONTENT)
     fetch(server.url, tmp_path / "file", MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_a_wrong_file_gets_no_name(server: Server, tmp_path: Path) -> None:
+def test_a_file_with_a_wrong_checksum_is_removed(server: Server, tmp_path: Path) -> None:
     server.content = CONTENT[:-1] + b"x"
     with pytest.raises(DataError, match=f"gave a file with the MD5 [0-9a-f]{{32}}, not {MD5}; it was removed"):
         fetch(server.url, tmp_path / "file", MD5)
@@ -128,7 +128,7 @@ def test_a_wrong_file_gets_no_name(server: Server, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_what_cannot_be_fetched(server: Server, tmp_path: Path) -> None:
+def test_failed_downloads_are_reported(server: Server, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="could not be fetched: HTTP Error 404"):
         fetch(server.url + ".asc", tmp_path / "file", MD5)
     (tmp_path / "taken").write_bytes(b"")
@@ -148,7 +148,7 @@ def test_cifar_is_fetched_once(server: Server, tmp_path: Path) -> None:
     assert len(server.asked) == 1
 
 
-def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_network_the_error_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/cifar-10-python.tar.gz"

@@ -46,7 +46,7 @@ def test_other_files_have_another_digest(folder: Path, tmp_path: Path) -> None:
     assert images_of(folder, validation=4).digest != digests[0]
 
 
-def test_what_is_found(folder: Path) -> None:
+def test_images_and_classes_are_found(folder: Path) -> None:
     data = images_of(folder)
     assert (data.name, data.num_classes, data.image_shape) == ("image_folder", 3, (3, 16, 16))
     assert (data.train.num_images, len(data.train)) == (18, 4)
@@ -57,7 +57,7 @@ def test_what_is_found(folder: Path) -> None:
     assert load("image_folder", data_dir=folder, batch_size=1).image_shape == (3, 224, 224)
 
 
-def test_files_that_are_no_images_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_than_images_are_ignored(tmp_path: Path) -> None:
     write_image_folder(tmp_path, num_train=2, num_test=1)
     (tmp_path / "train" / "a" / "notes.txt").write_text("not an image")
     (tmp_path / "train" / ".cache").mkdir()
@@ -208,7 +208,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, num_workers: int) -> None:
         assert "\n" not in str(e.value)
 
 
-def test_folders_that_are_no_data_set(tmp_path: Path) -> None:
+def test_folders_without_a_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="train is not a folder; images are read from train/CLASS"):
         images_of(tmp_path)
     (tmp_path / "train").mkdir()
@@ -235,7 +235,7 @@ def test_folders_that_are_no_data_set(tmp_path: Path) -> None:
         images_of(tmp_path)
 
 
-def test_arguments_that_cannot_be_meant(folder: Path) -> None:
+def test_wrong_arguments_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="`image_size` is 0; it must be 1 or more"):
         images_of(folder, image_size=0)
     with pytest.raises(ConfigError, match="`batch_size` is 19; it must be from 1 to 18"):

@@ -82,7 +82,7 @@ def test_the_attacks_would_work_elsewhere(tmp_path: Path) -> None:
         assert target.exists(), name
 
 
-def test_the_message_names_what_was_asked_for() -> None:
+def test_the_error_names_the_refused_object() -> None:
     with pytest.raises(DataError, match=r"it asks for (posix|nt)\.system, which is not plain data"):
         pickles.read(pickle.dumps(Call(os.system, "true")), "file")
     with pytest.raises(DataError, match="an array of type 'O8', not uint8"):
@@ -93,7 +93,7 @@ def test_the_message_names_what_was_asked_for() -> None:
         pickles.read(b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.", "file")
 
 
-def test_damage_is_an_error_of_ours() -> None:
+def test_damaged_pickles_raise_data_errors() -> None:
     whole = pickle.dumps({b"data": np.zeros((5, 7), np.uint8), b"labels": [1, 2, 3]}, 2)
     for length in range(len(whole)):
         with pytest.raises(DataError, match="file is not a batch of CIFAR, or damaged"):

@@ -108,7 +108,7 @@ def test_other_convolutions_are_not(conv, images, swapped):
     assert swapped == []
 
 
-def test_nor_those_that_backward_runs_again(swapped):
+def test_checkpointed_convolutions_are_not(swapped):
     conv = nn.Conv2d(6, 6, 3, groups=6)
     images = IMAGES.clone(memory_format=torch.preserve_format).requires_grad_()
     assert_same(lambda: checkpoint(conv, images, use_reentrant=False), conv)
@@ -119,13 +119,13 @@ class Marked(torch.Tensor):
     """Somebody's own kind of tensor."""
 
 
-def test_nor_those_of_other_tensors(swapped):
+def test_convolutions_of_other_tensors_are_not(swapped):
     conv = nn.Conv2d(6, 6, 3, groups=6)
     assert_same(lambda: conv(IMAGES.as_subclass(Marked)).as_subclass(torch.Tensor), conv)
     assert swapped == []
 
 
-def test_nor_those_that_are_differentiated_in_other_ways(swapped):
+def test_convolutions_under_other_differentiation_are_not(swapped):
     conv = nn.Conv2d(6, 6, 3, groups=6, bias=False)
 
     def of_functions():
@@ -141,7 +141,7 @@ def test_nor_those_that_are_differentiated_in_other_ways(swapped):
 
 
 @pytest.mark.usefixtures("swapped")
-def test_what_is_compiled_as_one_graph_still_is(monkeypatch):
+def test_compiled_graphs_are_not_split(monkeypatch):
     monkeypatch.setattr(depthwise, "use_triton", lambda tensor: not torch.compiler.is_compiling())
     conv = nn.Conv2d(6, 6, 3, groups=6)
     compiled = torch.compile(conv, backend="eager", fullgraph=True)
@@ -161,7 +161,7 @@ def test_what_is_compiled_as_one_graph_still_is(monkeypatch):
         ({"weight": torch.randn(6)}, "weight"),
     ],
 )
-def test_what_torch_refuses_is_refused(settings, message, swapped):
+def test_inputs_that_torch_refuses_are_refused(settings, message, swapped):
     with pytest.raises(RuntimeError, match=message), swapping.AllWidths():
         F.conv2d(IMAGES, **{"weight": torch.randn(6, 1, 3, 3), "groups": 6} | settings)
 
@@ -197,7 +197,7 @@ def test_all_of_a_network(swapped):
     assert len(swapped) == 13  # nothing, where nobody asks for it
 
 
-def test_a_network_that_is_looked_at_has_them(swapped):
+def test_traced_networks_have_them(swapped):
     net = nn.Sequential(nn.Conv2d(1, 6, 3, 2), nn.Conv2d(6, 6, 3, 4, groups=6), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net = nn.Sequential(net, nn.Linear(6, 10)).to(memory_format=CL)
     data = load("fashion", batch_size=500)

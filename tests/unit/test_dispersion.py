@@ -85,7 +85,7 @@ def test_dispersions_are_means_over_pairs() -> None:
     torch.testing.assert_close(flip_dispersion(losses, losses), pair_dispersion(losses))
 
 
-def test_draws_agree_with_enumeration() -> None:
+def test_sampling_agrees_with_enumeration() -> None:
     generator = torch.Generator().manual_seed(0)
     pairs, flips = [], []
     for _ in range(400):
@@ -171,7 +171,7 @@ def test_total_variance_is_half_the_squared_difference_between_batches() -> None
     torch.testing.assert_close(found, expected / count)
 
 
-def test_the_jackknife_of_a_mean_is_its_standard_error() -> None:
+def test_the_jackknife_estimate_of_a_mean_equals_its_standard_error() -> None:
     values = torch.randn(7).double()
     without_one = torch.stack([values[[k for k in range(7) if k != left]].mean() for left in range(7)])
     torch.testing.assert_close(jackknife_error(without_one), mean_and_error(values)[1])

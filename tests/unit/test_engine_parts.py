@@ -75,7 +75,7 @@ def test_parameters_that_will_be_on_a_gpu_have_fused_steps() -> None:
     assert not fuse(SGD([*parameters(), nn.Parameter(torch.ones(2, device="meta"))], lr=0.1), there)
 
 
-def test_engines_that_cannot_be_are_refused_or_explained() -> None:
+def test_unavailable_engines_are_refused_or_explained() -> None:
     optimizer, cpu = SGD(parameters(), lr=0.1), torch.device("cpu")
     assert choose("eager", optimizer, cpu) == ("eager", "it was asked for")
     assert choose("auto", optimizer, cpu) == ("eager", "the model is on cpu, and CUDA graphs need a GPU")
@@ -166,7 +166,7 @@ def test_steps_that_cannot_be_captured_are_eager_and_count_their_examples(policy
 @pytest.mark.parametrize(
     ("free", "fraction", "scarce"), [(80, 1.0, False), (4, 1.0, True), (80, 0.25, False), (80, 0.24, True)]
 )
-def test_memory_is_scarce_where_more_is_cached_than_left(
+def test_memory_is_scarce_when_more_is_cached_than_free(
     monkeypatch: pytest.MonkeyPatch, free: int, fraction: float, scarce: bool
 ) -> None:
     numbers = {"memory_reserved": 20, "memory_allocated": 15, "get_per_process_memory_fraction": fraction}

@@ -88,7 +88,7 @@ def test_the_last_gradients_of_a_window_are_kept():
         policy.load_state_dict({**state, "seen": state["seen"][1:]})
 
 
-def test_few_gradients_do_not_tell_what_units_repeat():
+def test_few_gradients_give_no_redundancy_estimate():
     policies = [EqualWorth().start(GRAPH.costs, Flops(0.3)) for _ in range(2)]
     for policy, alike in zip(policies, (True, False), strict=True):
         policy.draw()
@@ -98,7 +98,7 @@ def test_few_gradients_do_not_tell_what_units_repeat():
     assert torch.equal(policies[0].best_guess(), policies[1].best_guess())
 
 
-def test_units_that_say_the_same_are_worth_less():
+def test_redundant_units_are_less_important():
     """Two trainings with the same worths; in one the last group says one thing with all its units."""
     graph, found = trace(chain(), torch.zeros(1, 3, 32, 32), "stream"), []
     same = (graph.costs.unit_group == 2).double()
@@ -140,7 +140,7 @@ def test_neighbours_share_what_their_products_cost(graph):
 
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from(BUDGETS), st.booleans(), st.sampled_from([1, 8]))
-def test_every_draw_fills_the_budget_with_the_best_units(seed, budget, residual, align):
+def test_every_structure_fills_the_budget_with_the_most_important_units(seed, budget, residual, align):
     graph = RESIDUAL if residual else GRAPH
     generator = torch.Generator().manual_seed(seed)
     policy, bound = EqualWorth(align=align, rounds=4).start(graph.costs, budget), budget.bind(graph.costs)
@@ -172,7 +172,7 @@ def test_every_draw_fills_the_budget_with_the_best_units(seed, budget, residual,
     assert torch.equal(policy.draw()[0], before)  # settled
 
 
-def test_it_starts_from_equal_shares_and_stays_there_while_nothing_is_known():
+def test_without_gradients_it_keeps_equal_shares():
     policy = EqualWorth(align=1).start(GRAPH.costs, Flops(0.3))
     assert isinstance(policy, GradientLearner)
     shares = policy.widths / torch.bincount(GRAPH.costs.unit_group)
@@ -203,7 +203,7 @@ def test_a_frozen_group_keeps_its_width():
     assert float(change.min()) < -0.1
 
 
-def test_a_group_that_is_worth_nothing_does_not_stop_the_others():
+def test_a_group_without_importance_does_not_stop_the_others():
     policy, group = EqualWorth(align=1).start(GRAPH.costs, Flops(0.3)), GRAPH.costs.unit_group
     policy.draw()
     worth = torch.logspace(0, 1, len(policy.widths), dtype=torch.float64)
@@ -216,7 +216,7 @@ def test_a_group_that_is_worth_nothing_does_not_stop_the_others():
     assert float(change[others].max() - change[others].min()) > 0.3
 
 
-def test_a_saved_policy_goes_on_bit_for_bit_within_a_window():
+def test_a_saved_policy_resumes_exactly_within_a_window():
     first, second = (EqualWorth().start(GRAPH.costs, Flops(0.3)) for _ in range(2))
     worth = torch.rand(GRAPH.num_units, dtype=torch.float64)
     observe(first, worth * first.draw()[0])

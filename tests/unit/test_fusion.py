@@ -373,14 +373,14 @@ class Doubled(torch.autograd.Function):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("function", "expected"), BODIES)
-def test_what_is_a_chain(function, expected, layout, chains):
+def test_operations_that_form_a_chain(function, expected, layout, chains):
     CACHE.clear()
     net = shake(Net(function).double())
     images = torch.randn(4, 3, 5, 5, dtype=torch.float64).contiguous(memory_format=layout)
     assert found(net, lambda net: loss(net(images)), chains) == expected
 
 
-def test_sums_with_out_are_left_alone():
+def test_sums_with_out_are_not_fused():
     net, x = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
 
     def forward():
@@ -402,7 +402,7 @@ def test_without_gradient(chains):
     assert chains == {RELU: 10, ADD_RELU: 9, NORM: 2}
 
 
-def test_under_autocast_as_it_is(chains):
+def test_fusion_under_autocast(chains):
     net = models.resnet20(width=0.25)
     images = torch.randn(2, 3, 32, 32)
     dtypes = []
@@ -481,7 +481,7 @@ def test_a_result_is_not_read_before_its_chain_ends():
         forward(None)
 
 
-def test_nor_is_its_memory():
+def test_memory_of_a_chain_is_not_read_before_its_end():
     net, x = nn.BatchNorm2d(6), torch.randn(2, 6, 4, 4)
 
     def forward(read):
@@ -786,7 +786,7 @@ def not_there_before(net, x):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("function", "expected", "options"), LOW_BODIES)
-def test_what_is_cast_at_once(function, expected, options, layout):
+def test_tensors_that_are_cast_together(function, expected, options, layout):
     net = Low(function).to(memory_format=layout)
     images = torch.randn(4, 3, 5, 5).contiguous(memory_format=layout)
 
@@ -974,7 +974,7 @@ def made_for_inference(net, x):
 
 
 @pytest.mark.parametrize(("function", "expected"), COUNTING_BODIES)
-def test_what_is_counted_at_once(function, expected):
+def test_counters_that_are_updated_together(function, expected):
     net, x = Counting(function), torch.randn(2, 3, 4, 4)
     plain, ours = same_bits(net, lambda net: net(x))
     assert ours["_foreach_add_", "tensors"] == expected

@@ -62,7 +62,7 @@ def gradient_of(gates, slope):
 
 
 @pytest.mark.parametrize("name", RELAXATIONS)
-def test_one_gate_per_unit_and_no_grad_left(name):
+def test_one_gate_per_unit_without_autograd_state(name):
     gates, _, graph = made(name)
     value, gradient = gradient_of(gates, torch.ones(graph.num_units))
     assert value.shape == (graph.num_units,)
@@ -272,7 +272,7 @@ def test_a_step_that_failed_changes_nothing(name, differences):
     # What grows measures its draw when it is made, which takes values.
     [*((name, "cpu") for name in RELAXATIONS), *((name, "meta") for name in BUDGETED)],
 )
-def test_no_value_is_asked_for(name, device):
+def test_no_value_is_read_on_the_host(name, device):
     """As a CUDA graph needs it, forward, backward and `learn_`."""
     model, graph = small()
     gates = make_gates(name, model.to(device), graph, Flops(0.5), None, 10, 0)

@@ -169,7 +169,7 @@ FOLLOWED = [
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize(("forward", "options", "changed"), FOLLOWED)
-def test_heads_go_as_wholes(forward, options, changed, coupling):
+def test_attention_heads_are_dropped_as_a_whole(forward, options, changed, coupling):
     torch.manual_seed(0)
     model, inputs = Network(forward, **options), torch.randn(2, 5, 5)
     report = slimstart.verify(model, inputs, coupling, num_masks=2)
@@ -217,7 +217,7 @@ def of_a_constant(m, x):
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("forward", [heads_as_number, literal, rounded, of_a_constant])
-def test_what_cannot_follow_stays_whole_and_says_what_to_do(forward, coupling):
+def test_layers_with_fixed_sizes_are_not_pruned_and_named(forward, coupling):
     torch.manual_seed(0)
     model, inputs = Network(forward), torch.randn(2, 5, 5)
     report = slimstart.verify(model, inputs, coupling)

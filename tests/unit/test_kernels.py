@@ -177,7 +177,7 @@ def test_programs_take_one_block_after_the_other(device):
     assert_same_memory(moves, reference)
 
 
-def test_what_was_gathered_comes_back(device):
+def test_scatter_inverts_gather(device):
     moves, row = example(0, device)
     together = Moves(moves)
     before, _ = example(0, device)
@@ -210,7 +210,7 @@ def test_all_positions_may_be_padding(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
-def test_what_is_real_is_gathered_from_a_one(dtype, device):
+def test_real_positions_are_gathered_from_ones(dtype, device):
     moves, row = example(0, device)
     one = torch.ones((), dtype=dtype, device=device)
     real = [torch.empty(move.narrow.shape, dtype=dtype, device=device).fill_(7) for move in moves]
@@ -320,7 +320,7 @@ MATRIX = torch.empty(3, 4)
         (torch.ones(()), torch.ones(()), {}, []),
     ],
 )
-def test_whole_neighbours_are_one_dimension(dense, narrow, starts, dims):
+def test_adjacent_dimensions_are_merged(dense, narrow, starts, dims):
     assert Move(dense, narrow, starts).dims() == dims
 
 
@@ -447,7 +447,7 @@ def test_channels_of_views_and_of_many_rows(index_dtype, device):
     assert_same(x.grad, kept.expand_as(x))
 
 
-def test_padding_forgets_nan():
+def test_nan_in_padding_is_cleared():
     x = torch.full((2, 3, 2, 2), torch.nan)
     index, inverse = torch.tensor([PADDING, 1]), torch.tensor([PADDING, 1, PADDING])
     y = take_channels(x, index, inverse, -3)
@@ -477,7 +477,7 @@ class Asks(TorchDispatchMode):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter reads everything")
-def test_nothing_asks_the_device():
+def test_nothing_is_read_from_the_device():
     x, index, inverse = channels_example((2, 6, 3, 3), -3, torch.float32)
     with Asks() as asks:
         take_channels(x, index, inverse, -3).sum().backward()
@@ -491,7 +491,7 @@ def test_gradients_of_channels_are_those_of_finite_differences(shape, dim):
     assert torch.autograd.gradcheck(lambda x: take_channels(x, index, inverse, dim), (x,))
 
 
-def test_autocast_leaves_channels_their_type():
+def test_autocast_keeps_the_type_of_channels():
     x, index, inverse = channels_example((2, 6, 3, 3), -3, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert take_channels(x, index, inverse, -3).dtype == torch.float32
@@ -533,7 +533,7 @@ def test_a_cpu_uses_triton_only_to_interpret_it():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there Triton works")
-def test_where_triton_builds_nothing_torch_does_the_work_and_it_is_said(caplog):
+def test_without_triton_torch_is_used_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert not backend._builds_for.__wrapped__(torch.device("cuda", 0))
     assert "Triton builds no kernels for cuda:0, so plain torch does their work" in caplog.text
@@ -542,7 +542,7 @@ def test_where_triton_builds_nothing_torch_does_the_work_and_it_is_said(caplog):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner one")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_the_kernels_do_the_same_in_the_interpreter():
+def test_the_kernels_agree_in_the_interpreter():
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -53,7 +53,7 @@ def test_one_mask_after_the_other_is_the_narrow_network(name: str, coupling: str
         assert torch.equal(value, before[key]), key  # the model itself has not been touched
 
 
-def test_it_is_a_copy_of_the_model_as_it_was() -> None:
+def test_it_is_a_copy_of_the_model() -> None:
     model, inputs, graph = prepared("vgg_bn", "filter")
     masked = MaskedNetwork(model, graph)
     full = torch.ones(graph.num_units, dtype=torch.bool)
@@ -78,7 +78,7 @@ def test_hooks_of_a_training_are_not_in_it() -> None:
         model.load_state_dict(dense.state_dict())
 
 
-def test_tensors_stay_where_they_are() -> None:
+def test_tensors_keep_their_memory() -> None:
     model, _, graph = prepared("resnet_basic", "filter")
     masked = MaskedNetwork(model.to(memory_format=torch.channels_last), graph)
     places = {name: (p.data_ptr(), p.stride()) for name, p in masked.module.named_parameters()}

@@ -281,7 +281,7 @@ def test_sizes_below_one_are_refused(argument: str) -> None:
         build("vgg16", **{"num_classes": 10, argument: 0})
 
 
-def test_an_unknown_name_lists_the_known_and_the_close_ones() -> None:
+def test_an_unknown_name_is_refused_with_suggestions() -> None:
     with pytest.raises(
         ConfigError, match=r"`name` is 'mobilenet'; the networks are vgg16, .*; did you mean 'mobilenet_v1'\?"
     ) as caught:
@@ -313,7 +313,7 @@ def test_networks_of_timm_start_untrained_and_take_the_sizes(timm: list[tuple[st
     assert timm == [("resnet18", {"pretrained": False, "num_classes": 7, "in_chans": 1})]
 
 
-def test_what_timm_cannot_build_is_said_in_one_line(timm: list[tuple[str, dict[str, Any]]]) -> None:
+def test_errors_of_timm_are_one_line(timm: list[tuple[str, dict[str, Any]]]) -> None:
     with pytest.raises(ConfigError, match=r"timm has no such network; did you mean 'resnet18'"):
         build("timm:resnet1", num_classes=7)
     with pytest.raises(ConfigError, match=r"timm has no such network$"):  # timm would fetch it
@@ -351,13 +351,13 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     sys.modules.pop("own_nets", None)
 
 
-def test_factories_and_names_are_told_apart() -> None:
+def test_factories_and_names_are_distinguished() -> None:
     assert is_factory("package.module:factory")
     assert not is_factory("vgg16")
     assert not is_factory("timm:resnet18")
 
 
-def test_build_never_runs_a_users_code(write_module: Callable[[str], None]) -> None:
+def test_build_never_runs_user_code(write_module: Callable[[str], None]) -> None:
     write_module("raise SystemExit('this must not run')")
     with pytest.raises(ConfigError, match=r"a factory of your own; .*Call `slimstart.lab.models.from_factory`"):
         build("own_nets:make", num_classes=10)
@@ -415,7 +415,7 @@ def test_a_class_a_method_and_a_module_on_the_path_are_factories_too(write_modul
         ("def make(depth): pass", "own_nets:make", "'own_nets:make' fails: TypeError: .*'depth'", TypeError),
     ],
 )
-def test_a_factory_that_fails_is_told_in_one_line(
+def test_errors_of_factories_are_one_line(
     write_module: Callable[[str], None], source: str, spec: str, message: str, cause: type[BaseException] | None
 ) -> None:
     write_module(source)

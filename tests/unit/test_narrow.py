@@ -39,7 +39,7 @@ def test_the_share_is_the_largest_that_fits(budget: Budget, coupling: str) -> No
     assert bool(((widths - rounded).abs() <= 1).all())
 
 
-def test_it_is_the_network_that_one_builds_by_hand() -> None:
+def test_it_equals_a_network_built_by_hand() -> None:
     dense = models.build("vgg16", num_classes=10)
     graph = trace(dense, torch.zeros(1, 3, 32, 32), "stream")
     by_hand = models.build("vgg16", num_classes=10, width=0.25)
@@ -53,7 +53,7 @@ def test_it_is_the_network_that_one_builds_by_hand() -> None:
     assert {name: parameter.shape for name, parameter in small.named_parameters()} == shapes
 
 
-def test_weights_have_the_scale_of_their_own_fan_in() -> None:
+def test_weights_are_scaled_for_their_fan_in() -> None:
     dense = models.build("vgg19", num_classes=10)
     for module in dense.modules():
         if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):

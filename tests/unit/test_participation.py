@@ -9,7 +9,7 @@ from scipy.linalg import hadamard
 from slimstart.policies.equal_worth import participation
 
 
-def test_units_in_their_own_ways_are_as_many_as_they_are_and_in_the_same_way_one():
+def test_independent_units_count_fully_and_identical_units_once():
     signs = torch.from_numpy(hadamard(32)).double()
     assert float(participation(signs[:, :8])) == 8
     assert float(participation(signs[:, [3] * 8])) == pytest.approx(1)
@@ -17,7 +17,7 @@ def test_units_in_their_own_ways_are_as_many_as_they_are_and_in_the_same_way_one
     assert float(participation(1e-12 * signs[:, [3, 3, 5, 5]])) == pytest.approx(2, rel=0.05)
 
 
-def test_one_sample_or_none_that_counts_tells_nothing():
+def test_too_few_samples_give_no_ratio():
     assert float(participation(torch.ones(1, 5))) == 5
     assert float(participation(torch.zeros(0, 5))) == 5
     assert float(participation(torch.zeros(9, 5))) == 5

@@ -81,7 +81,7 @@ def test_first_update_by_hand() -> None:
     torch.testing.assert_close(policy.keep_probs, expected, rtol=0, atol=1e-9)
 
 
-def test_it_learns_which_units_are_worth_keeping() -> None:
+def test_it_learns_the_useful_units() -> None:
     worth = torch.tensor([1.0, -1, 2, -2, 0.5, -0.5, 1.5, -1.5])
     policy = search(chain([4, 4]), Channels(0.5), estimator="vr_pge_symmetric", structure_lr=0.05)
     for _ in range(300):
@@ -260,7 +260,7 @@ def test_cutting_spares_the_best_unit_of_each_group() -> None:
     assert int(mask.sum()) == 4
 
 
-def test_cutting_goes_down_to_the_first_units_where_nothing_else_fits() -> None:
+def test_cutting_falls_back_to_the_first_units() -> None:
     """Unit 1 brings 4 filters, unit 0 one: with room for two filters, only the first unit of each group is left."""
     table = cost_table([0, 0, 1], [[0], [1], [2]], [factor([0, 1, 2])], [(1, (0,))], filters=[1, 4, 1])
     policy = settled(table, Channels(0.4), [0.0, 1.0, 1.0])
@@ -283,7 +283,7 @@ def test_best_guess_keeps_the_most_probable_unit_of_a_group_that_is_mostly_empty
     assert policy.best_guess().tolist() == [False, False, True, True, False, True]
 
 
-def test_candidates_leave_pending_masks_alone() -> None:
+def test_candidates_do_not_change_pending_masks() -> None:
     policy = search(chain([6]), Channels(0.5))
     policy.draw()
     before = policy.state_dict()["masks"]

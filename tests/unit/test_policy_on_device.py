@@ -65,7 +65,7 @@ def stepped(policy: PaperSearch, generator: torch.Generator, ok: Tensor = YES) -
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_no_value_is_asked_for(device: str, budget: Budget, estimator: str) -> None:
+def test_no_value_is_read_on_the_host(device: str, budget: Budget, estimator: str) -> None:
     for table, total_steps in ((chain([6, 8, 5]), None), (STREAM, 20)):
         policy = search(table, budget, total_steps, estimator=estimator)
         assert policy.capturable
@@ -78,7 +78,7 @@ def test_no_value_is_asked_for(device: str, budget: Budget, estimator: str) -> N
             table.at_least_one(policy.draw_with(numbers))
 
 
-def test_the_proof_would_notice() -> None:
+def test_reading_a_value_on_the_host_is_detected() -> None:
     gradient = ESTIMATORS["pge"].gradient
     peeking = Estimator("peeking", 1, lambda l, m, s, a: gradient(l, m, s, a) * float(l.sum()), capturable=True)
     policy = search(chain([6]), Flops(0.5), estimator=peeking)
@@ -126,7 +126,7 @@ def test_it_learns_what_update_learns(budget: Budget, table: CostTable) -> None:
     assert float((ours.keep_probs - ours.keep_probs.mean()).abs().max()) > 0.05  # it went somewhere
 
 
-def test_where_not_ok_nothing_changes(differences: Any) -> None:
+def test_failed_steps_change_nothing(differences: Any) -> None:
     policy = search(chain([6, 8]), Flops(0.4), 9)
     generator = torch.Generator().manual_seed(0)
     policy.draw_with(policy.random_numbers())
@@ -167,7 +167,7 @@ def test_everything_happens_in_place() -> None:
     assert places() == before
 
 
-def test_masks_come_from_the_policys_own_numbers() -> None:
+def test_masks_use_the_random_numbers_of_the_policy() -> None:
     """`draw` is `draw_with(random_numbers())`, and the numbers are the CPU's."""
     first, again = (search(chain([30]), Channels(0.5), seed=4) for _ in range(2))
     numbers = again.random_numbers()

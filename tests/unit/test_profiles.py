@@ -34,7 +34,7 @@ def test_factors_are_those_of_widths():
     assert found["every_other"]["stage2.1.conv1"] < 0.4 * found["every_other"]["stage2.2.conv1"]
 
 
-def test_what_is_spread_is_written_once():
+def test_saved_profiles_are_written_once():
     mask = profiles.mask_of(profiles.PROFILES["spread_fifth"], GRAPH, BUDGET)
     for stage in ("stage1", "stage2", "stage3"):
         blocks = [group.units for group in GRAPH.groups if group.name.startswith(stage) and "conv2" in group.name]

@@ -184,7 +184,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, Budget]] = {
 
 
 @pytest.mark.parametrize("name", [*list(NETWORKS)[:3], pytest.param("mobilenet_v1", marks=pytest.mark.slow)])
-def test_masks_are_within_the_budget_and_the_network_is_left_alone(
+def test_masks_are_within_the_budget_and_the_network_is_unchanged(
     name: str, differences: Callable[[Any, Any], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, size, budget = NETWORKS[name]

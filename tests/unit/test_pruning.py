@@ -110,7 +110,7 @@ def test_norms_against_a_loop_over_all_weights(p: int) -> None:
         torch.testing.assert_close(LogNorms(model, graph)().detach().exp(), wanted)
 
 
-def test_zeroed_are_the_filters_and_nothing_else() -> None:
+def test_only_filters_are_zeroed() -> None:
     model = Mixed()
     graph = trace(model, torch.zeros(1, 3, 6, 6), "stream")
     kept = torch.rand(graph.num_units) < 0.5
@@ -297,7 +297,7 @@ def test_l1_keeps_to_the_budget_and_drops_a_dead_filter_first(kind: Any, budget:
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
-def test_l1_has_one_share_for_layers_whose_loss_does_not_rise(budget: Budget) -> None:
+def test_l1_is_uniform_when_no_loss_rises(budget: Budget) -> None:
     def unmoved(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         return torch.zeros(())
 
@@ -309,7 +309,7 @@ def test_l1_has_one_share_for_layers_whose_loss_does_not_rise(budget: Budget) ->
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_l1_takes_a_loss_that_is_not_finite_for_a_large_one(value: float) -> None:
+def test_l1_treats_a_non_finite_loss_as_a_large_one(value: float) -> None:
     def fragile(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         loss = loss_fn(net, images, labels)
         lost = (net.get_parameter("3.weight").flatten(1).abs().sum(1) == 0).sum()
@@ -470,7 +470,7 @@ def test_random_widths_meet_the_budget(budget: Budget) -> None:
         random_mask(graph, type(budget)(1e-6), torch.Generator())
 
 
-def test_a_random_structure_starts_as_its_own_size_asks() -> None:
+def test_a_random_structure_is_initialised_for_its_size() -> None:
     model, budget = plain(), Flops(0.4)
     graph = trace(model, torch.zeros(1, 3, 8, 8), "stream")
     small = random_structure(model, graph, budget, torch.Generator().manual_seed(2))

@@ -27,7 +27,7 @@ def test_budgets_are_parsed() -> None:
             parse_budget(wrong)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Recipe(data="mnist", epochs=0, lr=0.0, momentum=2.0, seed=-1, budget="flops=3")
     for name in ("data", "epochs", "lr", "momentum", "seed", "budget"):
@@ -46,7 +46,7 @@ def test_all_problems_are_told_at_once() -> None:
         ),
     ],
 )
-def test_places_of_the_dense_network_that_cannot_be_meant(settings: dict[str, Any], message: str) -> None:
+def test_impossible_devices_of_the_dense_network_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Recipe(**{"full_model_device": "cpu", **settings})
 
@@ -75,13 +75,13 @@ recipes = st.builds(
 
 
 @given(recipes)
-def test_a_recipe_survives_its_file(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+def test_recipe_file_round_trip(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
     file = tmp_path_factory.mktemp("recipe") / "recipe.toml"
     file.write_text(as_toml(recipe))
     assert read(file) == recipe
 
 
-def test_dense_drops_the_budget_and_survives_its_file_too(tmp_path: Path) -> None:
+def test_the_dense_method_has_no_budget(tmp_path: Path) -> None:
     dense = merged(Recipe(), {"method": "dense"})
     assert dense.budget is None
     (tmp_path / "dense.toml").write_text(as_toml(dense))
@@ -103,13 +103,13 @@ def test_dense_drops_the_budget_and_survives_its_file_too(tmp_path: Path) -> Non
         ('model = "os:getcwd"', "never run on the word of a file"),
     ],
 )
-def test_what_a_file_may_not_say(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_recipe_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read(tmp_path / "recipe.toml")
 
 
-def test_code_in_a_file_is_accepted_if_the_user_named_it(tmp_path: Path) -> None:
+def test_code_in_a_file_is_accepted_if_given_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text('model = "mine:make"')
     assert read(tmp_path / "recipe.toml", "mine:make").model == "mine:make"
     with pytest.raises(ConfigError, match="give --model mine:make"):
@@ -203,22 +203,22 @@ def test_originals_have_the_budgets_of_the_paper_and_cut_each_layer_once() -> No
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_the_same_out_of_its_file(name: str, tmp_path: Path) -> None:
+def test_preset_file_round_trip(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(as_toml(preset(name)))
     assert read(tmp_path / "config.toml").hash == preset(name).hash
 
 
 @pytest.mark.parametrize("wrong", ["x", None, 10**400])
-def test_what_is_no_number(wrong: Any) -> None:
+def test_other_values_than_numbers_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"`lr` is .* must be a number"):
         Recipe(lr=wrong)
 
 
-def test_whole_numbers_are_the_floats_that_a_file_makes_of_them() -> None:
+def test_integers_and_floats_give_the_same_hash() -> None:
     assert Recipe(lr=1, warmup_epochs=5).hash == Recipe(lr=1.0, warmup_epochs=5.0).hash  # type: ignore[arg-type]
 
 
-def test_an_unknown_preset_is_named_with_its_neighbours() -> None:
+def test_an_unknown_preset_is_refused_with_suggestions() -> None:
     with pytest.raises(ConfigError, match="resnet20-cifar10"):
         preset("resnet20-cifar")
 
@@ -246,7 +246,7 @@ def test_search_epochs() -> None:
     assert search_epochs(epochs=10, method="uniform") == 0
 
 
-def test_another_policy_drops_what_was_chosen_for_the_papers() -> None:
+def test_another_policy_resets_settings_of_the_paper() -> None:
     own = merged(preset("vgg16-cifar10"), {"policy": "equal_worth"})
     assert (own.coupling, own.resample_every) == (None, None)
     assert merged(own, {"resample_every": 7, "policy": "paper"}).resample_every == 7

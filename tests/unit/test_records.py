@@ -107,7 +107,7 @@ def test_optional_fields_may_be_left_out_or_none(tmp_path: Path) -> None:
         ("schema", "slimstart.record/2", "its schema is 'slimstart.record/2', this version reads 'slimstart.record/1'"),
     ],
 )
-def test_what_is_not_sound_is_refused_by_name(tmp_path: Path, path: str, value: Any, message: str) -> None:
+def test_unsound_fields_are_refused_by_name(tmp_path: Path, path: str, value: Any, message: str) -> None:
     file = written(changed(path, value), tmp_path)
     with pytest.raises(RecordError, match=message) as caught:
         records.read(file)
@@ -138,7 +138,7 @@ def test_every_field_is_needed(tmp_path: Path, name: str) -> None:
         "\xff\xfe",
     ],
 )
-def test_what_is_not_json_is_refused(tmp_path: Path, content: str) -> None:
+def test_other_text_than_json_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "record.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(RecordError, match=r"record\.json cannot be read as JSON"):
@@ -151,7 +151,7 @@ def test_other_json_is_refused(tmp_path: Path, content: str) -> None:
         records.read(written(content, tmp_path))
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_records_are_reported(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="the run is not finished"):
         records.read(tmp_path)
     with pytest.raises(RecordError, match="give a run's folder"):
@@ -159,7 +159,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e31])
-def test_an_unsound_record_cannot_be_built(value: float) -> None:
+def test_unsound_records_cannot_be_built(value: float) -> None:
     with pytest.raises(RecordError, match="`test_loss`"):
         dataclasses.replace(RECORD, test_loss=value)
 

@@ -21,12 +21,12 @@ def test_steps_by_hand() -> None:
     assert found == pytest.approx([1.0] * 3 + [0.5] * 5)
 
 
-def test_steps_behind_a_warm_up_are_parts_of_what_is_left() -> None:
+def test_schedule_steps_are_fractions_of_the_epochs_after_warm_up() -> None:
     found = rates(epochs=3, lr=1.0, warmup_epochs=1.0, schedule="steps:0.5x0.1")
     assert found == pytest.approx([0.2, 0.4, 0.6, 0.8] + [1.0] * 4 + [0.1] * 4)
 
 
-def test_fine_tuning_has_a_schedule_of_its_own() -> None:
+def test_fine_tuning_has_its_own_schedule() -> None:
     settings = {"epochs": 1, "lr": 1.0, "schedule": "constant", "finetune_epochs": 2, "finetune_lr": 0.5}
     assert rates(**settings) == [1.0] * 4 + [0.5] * 8
     found = rates(**settings, finetune_schedule="steps:0.25,0.5x0.2")
@@ -45,7 +45,7 @@ def test_fine_tuning_has_a_schedule_of_its_own() -> None:
         *("steps:0x0.1", "steps:1x0.1", "steps:-0.5x0.1", "steps:nanx0.1", "steps:0.75,0.5x0.1", "steps:0.5,,0.7x0.1"),
     ],
 )
-def test_what_is_no_schedule(text: str) -> None:
+def test_wrong_schedules_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"it must be cosine, constant, or steps such as steps:0\.5,0\.75x0\.1"):
         parse_schedule(text)
     for name in ("schedule", "finetune_schedule"):
@@ -70,6 +70,6 @@ def test_what_is_no_schedule(text: str) -> None:
         ({"structure_lr": 0.0}, r"`structure_lr` is 0\.0; it must be positive"),
     ],
 )
-def test_what_methods_cannot_be_told(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_a_method_does_not_have_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Recipe(**settings)

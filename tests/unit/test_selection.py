@@ -118,7 +118,7 @@ def test_absent_entries_are_never_touched(dims):
     assert 0 < int(stays.sum()) == narrow.numel() < 81
 
 
-def test_tensors_that_the_graph_does_not_know_are_whole():
+def test_tensors_outside_the_graph_are_not_cut():
     selection = hand_made_graph([2], [[0, 1]], {"w": {0: 0}}).select(torch.tensor([False, True]))
     dense = numbered((2, 3))
     assert torch.equal(selection.gather("other", dense), dense)

@@ -73,7 +73,7 @@ def test_patches_times_weights_are_the_layer(name: str) -> None:
     torch.testing.assert_close(found, (y - bias).reshape(-1, found.shape[1]))
 
 
-def test_a_forward_in_half_precision_is_looked_at_in_single() -> None:
+def test_half_precision_activations_are_read_in_float32() -> None:
     def forward(net: nn.Module, x: Tensor) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             net(input=x)
@@ -184,7 +184,7 @@ def _all(given: Trained) -> Tensor:
     return torch.ones(given.graph.num_units, dtype=torch.bool)
 
 
-def test_what_a_copy_computed_moves_into_the_scale_of_its_twin() -> None:
+def test_the_scale_of_a_duplicate_channel_includes_the_removed_one() -> None:
     net = planted([]).double()
     twins = {2: 7, 3: 8, 10: 11}
     with torch.no_grad():
@@ -295,7 +295,7 @@ def test_rounds_cut_group_after_group_to_the_same_widths() -> None:
         net = compact(net, given.graph.select(mask))
 
 
-def test_all_groups_are_cut_where_those_of_a_round_are_not_enough() -> None:
+def test_all_groups_are_cut_when_those_of_a_round_do_not_suffice() -> None:
     net = models.build("resnet20", num_classes=10, width=0.5)
     given = trained(net, Flops(0.2), 16, round=2, num_rounds=4)
     one_round = dataclasses.replace(given, round=1, num_rounds=1)

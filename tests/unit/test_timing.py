@@ -31,14 +31,14 @@ def test_medians_and_parts() -> None:
     assert times["x"]["total"] / times["y"]["total"] == pytest.approx(2, rel=0.3)
 
 
-def test_it_stops_in_time() -> None:
+def test_measuring_stops_in_time() -> None:
     began = time.perf_counter()
     compare({"x": sleeping(0.05, 0.0)}, torch.device("cpu"), rounds=1000, seconds=0.3)
     assert time.perf_counter() - began < 2
 
 
 @pytest.mark.parametrize("resample_every", [1, 2, 3])
-def test_a_held_step_draws_nothing(resample_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_within_a_window_changes_no_structure(resample_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = []
     original = Networks.prepare
 

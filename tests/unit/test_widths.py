@@ -68,7 +68,7 @@ def test_shares_are_equal_or_those_of_a_profile(budget):
 
 
 @given(st.lists(st.floats(0.3, 60), min_size=4, max_size=4), st.integers(4, 150), st.sampled_from([1, 4, 8]))
-def test_whole_widths(wanted, limit, align):
+def test_widths_are_rounded_to_whole_numbers(wanted, limit, align):
     sizes = torch.tensor([8, 32, 64, 256])
     found = whole(torch.tensor(wanted, dtype=torch.float64), sizes, align, lambda widths: float(widths.sum()), limit)
     left = limit - int(found.sum())

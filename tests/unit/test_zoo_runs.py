@@ -63,7 +63,7 @@ def test_example_inputs_are_repeatable_batches_of_two():
 @pytest.mark.parametrize(
     ("name", "parameters"), [("resnet50", 25_557_032), ("vit_large", 304_326_632), ("vgg19_bn", 20_040_522)]
 )
-def test_large_networks_have_their_known_size(name, parameters):
+def test_large_networks_have_their_published_size(name, parameters):
     with torch.device("meta"):
         model = LARGE[name].factory()
     assert sum(p.numel() for p in model.parameters()) == parameters
