@@ -46,9 +46,8 @@ from slimstart.io import checkpoints
 from slimstart.narrow import Change, Executed, Transactions, is_pretrained, recalibrate, suit_, trace_verified
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.hooks import hooks_in, remove_hooks
-from slimstart.narrow.model_state import ModelState
 from slimstart.narrow.optimizer_state import held_by, unwrapped
-from slimstart.narrow.partial_loads import PartialLoads
+from slimstart.narrow.state_dicts import ModelState, PartialLoads
 from slimstart.policies import Budget, GradientLearner, Learner, Policy, get_policy
 from slimstart.policies.base import check_count
 from slimstart.steps import Backward, LossFunction, Steps, check_finite, forward_without_trace, undoing_statistics

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from slimstart.errors import CheckpointError
 from slimstart.io import atomic
 from slimstart.narrow import Capacity, Change, Key, Networks, Store
-from slimstart.narrow.model_state import ModelState
 from slimstart.narrow.shrink import METADATA
+from slimstart.narrow.state_dicts import ModelState
 
 FORMAT = "slimstart.training/2"
 _KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "capacity", "pending"}

@@ -1,11 +1,20 @@
 """Dense <-> narrow: make a module the network of a mask, move everything that has channels, prove it right.
 
-Open `compact.py` first: a narrow copy of a model. `networks.py` does the same to the user's own module during a
-training, mask after mask (`modules.py`), from the dense tensors in `store.py`, as transactions (`change.py`), with the
-optimizer state that belongs to it (`optimizer_state.py`). `stream_ports.py` is the one thing a narrow network has that
-the dense one has not; `capacity.py` pads networks so that shapes survive a draw. `init_scale.py` scales new weights;
-`batchnorm.py` measures statistics; `verify.py` compares a narrow network with the masked dense one; `shrink.py` fits a
-dense module to a narrow state dict; `hooks.py` has hooks that do nothing in copies.
+Which channels there are is known to `slimstart.graph`; what is learned about them is in `slimstart.policies`, and how a
+step runs in `slimstart.steps`.
+
+Open `compact.py` first: a narrow copy of a model. A training does the same to the user's own module, one mask after
+another:
+
+- `networks.py` prepares every change, from the dense tensors in `store.py`, as a transaction (`change.py`);
+  `modules.py` is one module that follows, and `optimizer_state.py` the optimizer state that moves with it;
+- `references.py` has the networks of other masks, for policies that compare losses;
+- `capacity.py`, `placement.py` and `padding.py` are spare capacity, so that shapes survive a change;
+- `state_dicts.py` are the state dicts of the narrow model and of its optimizers, `hooks.py` hooks that copies ignore.
+
+`stream_ports.py` is the one thing that a narrow network has and the dense one has not. `init_scale.py` scales new
+weights, `batchnorm.py` measures statistics, `shrink.py` fits a dense module to a narrow state dict, and `verify.py`
+compares a narrow network with the masked dense one.
 """
 
 from slimstart.narrow.batchnorm import recalibrate
