@@ -45,10 +45,16 @@ TAKEN: dict[str, Value] = {
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Runs of one setting, by seed; `note` says what sets its method apart from others of that name."""
+    """Runs of one setting, by seed.
+
+    Attributes:
+        note: the settings that differ from those of other rows of the same method.
+        name: shown in place of the method and the note.
+    """
 
     runs: tuple[Record, ...]
     note: str = ""
+    name: str = ""
 
     @property
     def first(self) -> Record:
@@ -60,7 +66,7 @@ class Row:
 
     @property
     def method(self) -> str:
-        return f"{self.first.method} ({self.note})" if self.note else self.first.method
+        return self.name or (f"{self.first.method} ({self.note})" if self.note else self.first.method)
 
     @property
     def label(self) -> str:
