@@ -46,8 +46,8 @@ $(DOCS): $(RUNTIME)
 train: $(RUNTIME)  ## Train on the embedded data, narrow from step one: a table and runs/*/report.html
 	$(BIN)/slimstart train --recipe fashion $(TRAIN_ARGS)
 
-results: $(RUNTIME)  ## Write docs/results.md from the records under results/
-	$(BIN)/python benchmarks/results_page.py
+results: $(RUNTIME)  ## Write the tables, pages and figures of the documents from the records under results/
+	$(BIN)/python benchmarks/make_results.py
 
 docs: $(DOCS)  ## Build the documentation site in site/; broken links and missing pages are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict

@@ -167,7 +167,7 @@ UNIFORM = {"method": "uniform"}
 PARTICIPATION = "slimstart.policies.equal_worth.participation"
 SHARE, SMALL = "slimstart.policies.equal_worth.SEARCHED", "slimstart.policies.widths.SMALL"
 VARIANTS = {
-    "narrow": Variant("one share of every group, by hand", recipe=UNIFORM),
+    "uniform": Variant("one share of every group, by hand", recipe=UNIFORM),
     "front_heavy": Variant(
         "shares that fall from front to back, by hand", recipe={**UNIFORM, "protocol": "front_heavy"}
     ),
@@ -212,4 +212,4 @@ def change_of(name: str) -> variants.Change:
 
 if __name__ == "__main__":
     about = f"of {', '.join(VARIANTS)}; with commas, and several in one with a plus"
-    variants.main("ablation", __doc__, change_of, "narrow,equal_worth", about, model="vgg19")
+    variants.main("ablation", __doc__, change_of, "uniform,equal_worth", about, model="vgg19")

@@ -55,4 +55,3 @@ def number(name: str, results: Results) -> str:
     digits = int(match["digits"] or FIELDS[match["field"]][1])
     text = f"{difference:.{digits}f}"
     return text.replace("-", "−") if float(text) else text.lstrip("-")  # no −0.00
-

@@ -10,8 +10,8 @@ A number inside a sentence:
 
     is <!-- results:vgg19-cifar10-10/slimstart accuracy - uniform .1 -->0.7<!-- /results --> points ahead
 
-`make results` replaces what is between them. The name of a table is one of `blocks.BLOCKS`; `inline` describes the names
-of numbers.
+`make results` replaces what is between them. The name of a table is one of `blocks.BLOCKS`; `inline` describes the
+names of numbers.
 """
 
 from __future__ import annotations

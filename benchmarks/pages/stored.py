@@ -1,13 +1,12 @@
 """All records under results/, read once.
 
-An experiment is a folder of runs that are compared with each other. The files `LABEL-seed0.json`, `LABEL-seed1.json`, ...
-(or `LABEL.json`) of a folder are the runs of one row. `results/archive` has experiments that the main tables do not show.
-A `README.md` in a folder says what was run.
+An experiment is a folder of runs that are compared with each other. Its files `LABEL-seed0.json`, `LABEL-seed1.json`,
+... (or `LABEL.json`) are the runs of one row. `results/archive` has experiments that the main tables do not show. A
+`README.md` in a folder says what was run; its first paragraph is shown in the list of experiments.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections import defaultdict
@@ -45,7 +44,7 @@ class Experiment:
     @property
     def page(self) -> str:
         """The file name of its page, below docs/results/."""
-        return f"{self.name.replace('/', '-')}.md"
+        return f"{self.name}.md"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def read(folder: Path) -> Results:
         content = json.loads(file.read_text(encoding="utf-8"))
         schema = str(content.get("schema", "")).partition("/")[0] if isinstance(content, dict) else ""
         if schema not in _READERS:
-            benchmarks[place.as_posix()] = content
+            benchmarks[place.as_posix()] = _with_new_names(content)
             continue
         record = _READERS[schema](file)
         if isinstance(record, Record):
@@ -99,5 +98,19 @@ def read(folder: Path) -> Results:
 
 
 def _row(label: str, runs: list[Record]) -> Row:
-    runs = [dataclasses.replace(run, method="uniform") if run.method == "narrow" else run for run in runs]
     return Row(tuple(sorted(runs, key=lambda run: (run.seed, run.started))), name=label)
+
+
+def _with_new_names(content: Any) -> Any:
+    """A benchmark's record with the method `narrow`, in the names of variants, called `uniform` as it is now."""
+    if not isinstance(content, dict) or "texts" not in content:
+        return content
+
+    def renamed(variant: str) -> str:
+        return re.sub(r"^narrow\b", "uniform", variant)
+
+    texts = {renamed(variant): text for variant, text in content["texts"].items()}
+    return content | {
+        "texts": texts,
+        "rows": [row | {"variant": renamed(row["variant"])} for row in content["rows"]],
+    }

@@ -230,7 +230,7 @@ def test_what_is_missing_is_a_dash() -> None:
         ("flops=few", {"flops_ratio": 0.9}, "flops=few"),
     ],
 )
-def test_a_budget_that_was_missed_is_said(budget: str, taken: dict[str, float], cell: str) -> None:
+def test_a_budget_that_is_exceeded_is_marked(budget: str, taken: dict[str, float], cell: str) -> None:
     assert CELL["budget"](Row((make(budget=budget, **taken),))) == cell
 
 
@@ -245,7 +245,9 @@ def test_a_budget_that_was_missed_is_said(budget: str, taken: dict[str, float], 
         ((60, 21, 10), 21 / 40),
     ],
 )
-def test_channels_are_missed_only_if_they_must_have_been(widths: tuple[int, ...], missed: float | None) -> None:
+def test_channels_are_exceeded_only_if_the_layers_that_lost_some_exceed_them(
+    widths: tuple[int, ...], missed: float | None
+) -> None:
     layers = tuple(
         Layer(f"{i}", dense, width) for i, (dense, width) in enumerate(zip((60, 40, 10), widths, strict=True))
     )

@@ -96,8 +96,8 @@ COLUMNS = (
     Column(
         "budget",
         _budget,
-        "The limit on the structure, as a fraction of dense. Missed: the finished network takes over 2 % more or less, "
-        "as said in brackets, and cannot be compared with others under that budget.",
+        "The limit on the structure, as a fraction of dense. Missed: the finished network exceeds it by more than 2 %; "
+        "what it takes is in brackets.",
         numeric=False,
     ),
     Column("seeds", _seeds, "Runs that differ in the seed alone; the other columns show their mean."),

@@ -1,0 +1,40 @@
+"""Every generated table, by name; a document takes one in with `<!-- results:NAME -->` (see `markers`).
+
+To add one: write a function from `Results` to Markdown in the module where it belongs, and name it in `BLOCKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pages import accuracy, index, inline, step_tables, times, width_tables
+from pages.markers import MarkerError
+from pages.stored import Results
+
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    "headline": accuracy.headline,  # accuracy at equal FLOPs, short: the README's table
+    "accuracy": accuracy.table,  # the same with front-heavy widths, FLOPs, and links to the experiments
+    "times": times.trainings,  # seconds that a whole training takes
+    "paper-times": times.paper,  # the paper's algorithm: accuracy, cost and time
+    "steps-gpu": step_tables.gpu,  # milliseconds of a step of the paper's algorithm, on a GPU and on a CPU
+    "steps-cpu": step_tables.cpu,
+    "gains": step_tables.gains,  # what CUDA graphs, fusion and rounded widths gain
+    "scaling": step_tables.scaling,  # two processes on a CPU
+    "scaling-expected": step_tables.scaling_expected,  # many GPUs, by arithmetic
+    "late-waking": width_tables.late_waking,  # Adam and weights that join late
+    "widths": width_tables.forms,  # forms of equal worth, against uniform
+    "experiments": index.experiments,  # links to the pages of all experiments
+}
+
+
+def value(name: str, results: Results) -> str:
+    """The Markdown of a table, or the text of a number.
+
+    Raises:
+        MarkerError: there is no table and no number of this name.
+    """
+    if name in BLOCKS:
+        return BLOCKS[name](results)
+    if "/" in name:
+        return inline.number(name, results)
+    raise MarkerError(f"there is no table {name!r}; tables are {', '.join(BLOCKS)}")

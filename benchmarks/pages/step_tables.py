@@ -1,0 +1,76 @@
+"""Tables of step times, from the records of `slimstart bench` and of `benchmarks/scaling.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import scaling as scaling_benchmark
+
+from pages.naming import model_title
+from pages.stored import Results
+from slimstart.lab.bench.bench_records import Row
+from slimstart.lab.reports.tables import MISSING, markdown_table
+
+GPU = ("bench-h200/vgg19-2048.json", "bench-h200/vgg19-256.json", "bench-h200/resnet32-256.json")
+GPU += ("bench-h200/wrn28_10-256.json",)
+CPU = ("bench-cpu/vgg19-64.json",)
+
+
+def gpu(results: Results) -> str:
+    return _steps(row for file in GPU for row in results.benches[file].rows)
+
+
+def cpu(results: Results) -> str:
+    return _steps(row for file in CPU for row in results.benches[file].rows)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _steps(rows: Iterable[Row]) -> str:
+    lines = [["network, batch size", "FLOPs, %", "executed, %", "dense, ms", "narrow, ms", "slimstart, ms"]]
+    lines[0] += ["against dense", "against narrow", "steps per network", "memory against narrow"]
+    for row in rows:
+        coupling = ", stream coupling" if row.coupling == "stream" else ""
+        memory = None
+        if row.peak_memory is not None and row.narrow_peak_memory is not None:
+            memory = row.peak_memory / row.narrow_peak_memory
+        cells = [f"{model_title(row.model)}, {row.batch_size}{coupling}"]
+        cells += [f"{100 * row.flops_ratio:.1f}", f"{100 * row.executed_flops_ratio:.1f}"]
+        cells += [_milliseconds(time) for time in (row.dense_ms, row.narrow_ms, row.ours_ms)]
+        cells += [f"{row.speedup:.2f}×", f"{row.of_limit:.2f}×", str(row.resample_every)]
+        lines.append([*cells, MISSING if memory is None else f"{memory:.2f}×"])
+    columns = [column for column in zip(*lines, strict=True) if set(column[1:]) != {MISSING}]
+    return "\n".join(markdown_table(list(zip(*columns, strict=True)), lines[0][:1]))
+
+
+def gains(results: Results) -> str:
+    """What each part of the captured step gains."""
+    wide = min(results.benches["bench-h200/wrn28_10-256.json"].rows, key=lambda row: (row.flops_ratio, row.ours_ms))
+    large = results.benches["bench-h200/vgg19-2048.json"].rows[0]
+    narrow, dense = wide.narrow_engines, large.dense_engines
+    share = f"{100 * wide.flops_ratio:.0f} %"
+    about = f"{model_title(wide.model)} with the widths of a draw at {share}, batch {wide.batch_size}"
+    lines = [["part", "network", "without, ms", "with, ms"]]
+    for part, network, before, after in (
+        ("CUDA graphs", about, narrow["eager, channels-last"], narrow["graphs, channels-last"]),
+        ("fusion, in graphs", about, narrow["graphs, channels-last"], narrow["fused, channels-last"]),
+        (
+            "fusion, in graphs",
+            f"{model_title(large.model)}, dense, batch {large.batch_size}",
+            dense["graphs, channels-last"],
+            dense["fused, channels-last"],
+        ),
+        ("widths in multiples of 8 and 16", f"{model_title(wide.model)} at {share}", wide.narrow_ms, wide.ours_ms),
+    ):
+        lines.append([part, network, f"{before:.1f}", f"{after:.1f}"])
+    return "\n".join(markdown_table(lines, lines[0][:2]))
+
+
+def scaling(results: Results) -> str:
+    return "\n".join(scaling_benchmark.measured(results.benchmarks["scaling_cpu.json"]["rows"]))
+
+
+def scaling_expected(results: Results) -> str:
+    return "\n".join(scaling_benchmark.expected(results.benchmarks["scaling_cpu.json"]["rows"]))
