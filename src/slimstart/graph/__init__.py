@@ -14,6 +14,7 @@ Open `channels.py` first (the result), then `trace.py` (how it is found). A run 
 """
 
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, Selection, Slice
+from slimstart.graph.rules import register_rule
 from slimstart.graph.trace import COUPLINGS, trace
 
-__all__ = ["COUPLINGS", "ChannelGraph", "ChannelGroup", "Port", "Selection", "Slice", "trace"]
+__all__ = ["COUPLINGS", "ChannelGraph", "ChannelGroup", "Port", "Selection", "Slice", "register_rule", "trace"]

@@ -1,15 +1,15 @@
 """One rule per operation: what it does to the channels of its inputs.
 
-A rule has one signature, `rule(tracer, call) -> None`, and is added by decorator under the operation's ATen name,
-without overload and without the underscore of the in-place form. It reads values through the tracer, writes down what
-must be true in `tracer.ledger`, and sets the value of the result. An operation without a rule is decomposed if PyTorch
-knows how; otherwise everything it touches is left whole, with that reason.
+A rule has one signature, `rule(tracer, call) -> None`, and is registered by decorator (`register_rule`) under the
+operation's ATen name. It reads what is known of the inputs from the tracer, writes constraints to `tracer.ledger`, and
+sets the channels of the result. An operation without a rule is decomposed where PyTorch can; otherwise none of its
+inputs can shrink, with that as the reason.
 
-`shapes.py` moves entries about, `pointwise.py` combines them, `mixing.py` are the layers, `norms.py` and
-`reductions.py` what their names say.
+Open `pointwise.py` first. `shapes.py` are operations that move entries, `mixing.py` layers and products that read all
+channels, `norms.py` normalisation, and `reductions.py` pooling, sums and softmax.
 """
 
 from slimstart.graph.rules import mixing, norms, pointwise, reductions, shapes
-from slimstart.graph.rules.register import rule_for
+from slimstart.graph.rules.register import register_rule, rule_for
 
-__all__ = ["mixing", "norms", "pointwise", "reductions", "rule_for", "shapes"]
+__all__ = ["mixing", "norms", "pointwise", "reductions", "register_rule", "rule_for", "shapes"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimstart.graph.constraints import CONSTANT, ZERO, CostNote, Layout, Presence, when_carried, when_live
 from slimstart.graph.rules.norms import per_channel_layer
-from slimstart.graph.rules.register import rule
+from slimstart.graph.rules.register import register_rule
 from slimstart.graph.rules.shapes import pairwise
 from slimstart.graph.tracer import Call, Tracer, Value
 
@@ -78,7 +78,7 @@ def mix(
     return reading, writing
 
 
-@rule("linear", "mm", "addmm")
+@register_rule("linear", "mm", "addmm")
 def linear(tracer: Tracer, call: Call) -> None:
     """x W^T + b, and its forms on matrices."""
     if call.name == "linear":
@@ -124,8 +124,8 @@ def _across(tracer: Tracer, tensor: Tensor, weight: Tensor, bias: Tensor | None,
         _cost(tracer, total)
 
 
-@rule("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d")
-@rule("conv_transpose3d")
+@register_rule("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d")
+@register_rule("conv_transpose3d")
 def convolution(tracer: Tracer, call: Call) -> None:
     """Plain, grouped, depthwise and transposed convolutions."""
     tensor, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
@@ -193,7 +193,7 @@ def _grouped(
     return reading, writing
 
 
-@rule("embedding")
+@register_rule("embedding")
 def embedding(tracer: Tracer, call: Call) -> None:
     """The columns of the table are channels that it writes."""
     value = tracer.parameter(call["weight"])
@@ -212,7 +212,7 @@ def embedding(tracer: Tracer, call: Call) -> None:
     return None
 
 
-@rule("bmm", "baddbmm")
+@register_rule("bmm", "baddbmm")
 def batched_product(tracer: Tracer, call: Call) -> None:
     operands = ("batch1", "batch2") if call.name == "baddbmm" else ("self", "mat2")
     first, second = call[operands[0]], call[operands[1]]
@@ -267,7 +267,7 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     return _cost(tracer, total, *factors)
 
 
-@rule("scaled_dot_product_attention")
+@register_rule("scaled_dot_product_attention")
 def attention(tracer: Tracer, call: Call) -> None:
     """Heads go as wholes: with the query head its key and value heads."""
     query, key, value = call["query"], call["key"], call["value"]

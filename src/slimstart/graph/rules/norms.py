@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slimstart.graph.constraints import Layout, Presence, when_carried, when_live
 from slimstart.graph.rules.pointwise import changed
-from slimstart.graph.rules.register import rule
+from slimstart.graph.rules.register import register_rule
 from slimstart.graph.tracer import Call, Tracer
 
 
@@ -61,7 +61,7 @@ def per_channel_layer(
     return [when(node) for node in nodes], presences
 
 
-@rule("batch_norm", "native_batch_norm", "instance_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
+@register_rule("batch_norm", "native_batch_norm", "instance_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 def batch_norm(tracer: Tracer, call: Call) -> None:
     """Batch and instance normalisation: weight, bias and statistics go with the channel."""
     vectors = [call["weight"], call["bias"], call["running_mean"], call["running_var"]]
@@ -72,7 +72,7 @@ def batch_norm(tracer: Tracer, call: Call) -> None:
         tracer.ledger.counts_channels(module, "num_features", found[1])
 
 
-@rule("group_norm")
+@register_rule("group_norm")
 def group_norm(tracer: Tracer, call: Call) -> None:
     """The channels of one norm group stay or go together."""
     tensor, groups = call["input"], call["num_groups"]
@@ -95,7 +95,7 @@ def group_norm(tracer: Tracer, call: Call) -> None:
     tracer.ledger.counts_channels(module, "num_groups", inputs[::size])
 
 
-@rule("layer_norm", "rms_norm", "native_layer_norm")
+@register_rule("layer_norm", "rms_norm", "native_layer_norm")
 def layer_norm(tracer: Tracer, call: Call) -> None:
     """Over channels, zero is not neutral: the stream stays whole. Over anything else it is within the channel."""
     tensor = call["input"]

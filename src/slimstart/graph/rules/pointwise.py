@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.constraints import Layout, when_carried
-from slimstart.graph.rules.register import operation_name, rule
+from slimstart.graph.rules.register import operation_name, register_rule
 from slimstart.graph.rules.shapes import pairwise
 from slimstart.graph.tracer import Call, Tracer, Value
 
@@ -25,7 +25,7 @@ UNTAGGED = (  # pointwise operations that some releases of PyTorch do not tag as
 )  # fmt: skip
 
 
-@rule("pointwise", *UNTAGGED)
+@register_rule("pointwise", *UNTAGGED)
 def pointwise(tracer: Tracer, call: Call) -> None:
     """Any operation that PyTorch tags as pointwise."""
     tensors = [leaf for leaf in tree_flatten(call.arguments)[0] if isinstance(leaf, Tensor)]
@@ -157,7 +157,7 @@ def pass_through(tracer: Tracer, call: Call, source: Any, zero_preserving: bool)
     return store(tracer, call, value.nodes if zero_preserving else changed(tracer, value.nodes))
 
 
-@rule("dropout", "feature_dropout", "native_dropout", "rrelu")
+@register_rule("dropout", "feature_dropout", "native_dropout", "rrelu")
 def dropout(tracer: Tracer, call: Call) -> None:
     """A random choice within the channel; zero stays zero."""
     if isinstance(call.result, tuple):  # native_dropout: result and mask
@@ -165,16 +165,18 @@ def dropout(tracer: Tracer, call: Call) -> None:
     pass_through(tracer, call, call.subject, zero_preserving=True)
 
 
-@rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "bernoulli")
-@rule("alpha_dropout", "feature_alpha_dropout")
+@register_rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "bernoulli")
+@register_rule("alpha_dropout", "feature_alpha_dropout")
 def like(tracer: Tracer, call: Call) -> None:
     """A tensor of the same shape shrinks along with it, whatever it holds."""
     if tracer.activation(call.subject) is not None:
         pass_through(tracer, call, call.subject, zero_preserving=False)
 
 
-@rule("to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision")
-@rule("clone", "contiguous", "alias", "detach", "lift_fresh", "positive", "conj", "resolve_conj", "resolve_neg")
+@register_rule("to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision")
+@register_rule(
+    "clone", "contiguous", "alias", "detach", "lift_fresh", "positive", "conj", "resolve_conj", "resolve_neg"
+)
 def same(tracer: Tracer, call: Call) -> None:
     """Nothing moves and nothing changes but the type."""
     value = tracer.value(call["self"])
@@ -182,7 +184,7 @@ def same(tracer: Tracer, call: Call) -> None:
         tracer.values[call.result] = value
 
 
-@rule("prelu", "_prelu_kernel")
+@register_rule("prelu", "_prelu_kernel")
 def prelu(tracer: Tracer, call: Call) -> None:
     """One slope per channel, or one for all."""
     tensor, weight = call["self"], call["weight"]

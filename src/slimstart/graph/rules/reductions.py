@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimstart.graph.constraints import Layout, when_carried
 from slimstart.graph.rules.pointwise import changed, pointwise
-from slimstart.graph.rules.register import rule
+from slimstart.graph.rules.register import register_rule
 from slimstart.graph.rules.shapes import pairwise
 from slimstart.graph.tracer import Call, Tracer
 
@@ -20,9 +20,11 @@ _RESIZES += ["upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_ex
 _RESIZES += ["_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"]
 
 
-@rule(*_POOLS, *(f"{name}_with_indices" for name in _POOLS if "max" in name), *_RESIZES)
-@rule("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
-@rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
+@register_rule(*_POOLS, *(f"{name}_with_indices" for name in _POOLS if "max" in name), *_RESIZES)
+@register_rule(
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"
+)
+@register_rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
 def over_space(tracer: Tracer, call: Call) -> None:
     """Within each channel, over the dimensions behind it; zero stays zero."""
     tensor = call.subject
@@ -52,8 +54,12 @@ def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
     return [d % tensor.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])] if tensor.dim() else []
 
 
-@rule("sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "norm", "linalg_vector_norm", "nansum")
-@rule("var_mean", "std_mean", "logsumexp", "any", "all", "argmax", "argmin", "median", "aminmax", "count_nonzero")
+@register_rule(
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "norm", "linalg_vector_norm", "nansum"
+)
+@register_rule(
+    "var_mean", "std_mean", "logsumexp", "any", "all", "argmax", "argmin", "median", "aminmax", "count_nonzero"
+)
 def reduce(tracer: Tracer, call: Call) -> None:
     """Over other dimensions the channels pass; over channels only a sum has a neutral zero."""
     tensor = call.subject
@@ -82,8 +88,10 @@ def reduce(tracer: Tracer, call: Call) -> None:
     return None
 
 
-@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin", "cumsum", "cumprod", "sort", "topk", "glu")
-@rule("cummax", "cummin", "logcumsumexp", "kthvalue", "cross", "renorm", "msort", "argsort", "normalize")
+@register_rule(
+    "softmax", "log_softmax", "_softmax", "_log_softmax", "softmin", "cumsum", "cumprod", "sort", "topk", "glu"
+)
+@register_rule("cummax", "cummin", "logcumsumexp", "kthvalue", "cross", "renorm", "msort", "argsort", "normalize")
 def along(tracer: Tracer, call: Call) -> None:
     """Every entry depends on the others along one dimension; over channels none may be missing."""
     tensor = call.subject

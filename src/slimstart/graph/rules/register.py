@@ -1,4 +1,4 @@
-"""The table of rules and the decorator that fills it."""
+"""The rules by operation, and the decorator that registers one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ Rule = Callable[[Tracer, Call], None]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operations, by ATen name."""
+def register_rule(*operations: str) -> Callable[[Rule], Rule]:
+    """Decorate a rule: what operations do to the channels of their inputs.
+
+    A rule is called as `rule(tracer, call)` after the operation has run. `tracer.activation(tensor)` is what is known
+    of an input, `tracer.ledger` takes constraints, and `tracer.set(tensor, nodes)` says which channels the result has.
+    A rule that is registered later replaces an earlier one.
+
+    Args:
+        operations: ATen names without overload and without the underscore of the in-place form, as "relu"; operations
+            of other libraries with their namespace, as "mylib::op".
+    """
 
     def register(function: Rule) -> Rule:
-        for name in names:
+        for name in operations:
             RULES[name] = function
         return function
 
@@ -31,7 +40,7 @@ def operation_name(func: Any) -> str:
 
 
 def rule_for(func: Any) -> Rule | None:
-    """The rule of an operation; pointwise operations share one, told by the tag that PyTorch gives them."""
+    """The rule of an operation; pointwise operations, which PyTorch tags as such, have one in common."""
     found = RULES.get(operation_name(func))
     if found is None and torch.Tag.pointwise in func.tags:
         return RULES["pointwise"]

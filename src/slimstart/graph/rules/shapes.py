@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Count, Layout, when_carried
-from slimstart.graph.rules.register import rule
+from slimstart.graph.rules.register import register_rule
 from slimstart.graph.sizes import Expression, Size
 from slimstart.graph.tracer import Call, Tracer, Value, compress
 
@@ -69,9 +69,11 @@ def _on_host(leaf: Any) -> Any:
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
-@rule("permute", "transpose", "t", "numpy_T", "mT", "matrix_H", "swapaxes", "movedim", "moveaxis", "flip")
-@rule("squeeze", "unsqueeze", "flatten", "expand_as", "view_as", "reshape_as", "repeat", "tile", "repeat_interleave")
-@rule("diagonal", "atleast_1d", "atleast_2d", "atleast_3d", "ravel", "swapdims")
+@register_rule("permute", "transpose", "t", "numpy_T", "mT", "matrix_H", "swapaxes", "movedim", "moveaxis", "flip")
+@register_rule(
+    "squeeze", "unsqueeze", "flatten", "expand_as", "view_as", "reshape_as", "repeat", "tile", "repeat_interleave"
+)
+@register_rule("diagonal", "atleast_1d", "atleast_2d", "atleast_3d", "ravel", "swapdims")
 def move(tracer: Tracer, call: Call) -> None:
     """Entries go elsewhere, and sizes follow by themselves."""
     moved = _move(tracer, call)
@@ -83,7 +85,7 @@ def _layout(nodes: Tensor, sizes: list[Expression | int | None], reason: str, ri
     return Layout(nodes, tuple(sizes), frozenset(rigid), reason)
 
 
-@rule("view", "reshape", "_unsafe_view", "unflatten", "expand", "broadcast_to", "_reshape_alias", "view_copy")
+@register_rule("view", "reshape", "_unsafe_view", "unflatten", "expand", "broadcast_to", "_reshape_alias", "view_copy")
 def reshape(tracer: Tracer, call: Call) -> None:
     """Sizes are asked for: which of them shrink with the channels?"""
     if "dtype" in call.arguments and "size" not in call.arguments:  # view(dtype)
@@ -113,7 +115,9 @@ def reshape(tracer: Tracer, call: Call) -> None:
     return None
 
 
-@rule("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+@register_rule(
+    "chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"
+)
 def split(tracer: Tracer, call: Call) -> None:
     """Equal pieces shrink together; pieces of given sizes need those sizes to follow."""
     value, dim = tracer.value(call["self"]), call["dim"] % call["self"].dim()
@@ -146,7 +150,7 @@ def split(tracer: Tracer, call: Call) -> None:
     tracer.ledger.layouts.append(_layout(pieces, asked, where, rigid=(dim,)))
 
 
-@rule("slice", "narrow")
+@register_rule("slice", "narrow")
 def cut(tracer: Tracer, call: Call) -> None:
     """Positions are asked for: what lies before them must be counted right."""
     value, tensor = tracer.value(call["self"]), call["self"]
@@ -173,7 +177,7 @@ def cut(tracer: Tracer, call: Call) -> None:
     return None
 
 
-@rule("select", "index_select", "index", "gather", "roll", "unfold", "take_along_dim")
+@register_rule("select", "index_select", "index", "gather", "roll", "unfold", "take_along_dim")
 def pick(tracer: Tracer, call: Call) -> None:
     """Fixed positions are taken: along a channel dimension that leaves the channels whole."""
     value, tensor = tracer.value(call["self"]), call["self"]
@@ -197,7 +201,7 @@ def pick(tracer: Tracer, call: Call) -> None:
     return None
 
 
-@rule("unbind")
+@register_rule("unbind")
 def unbind(tracer: Tracer, call: Call) -> None:
     value, dim = tracer.value(call["self"]), call["dim"] % call["self"].dim()
     assert value is not None
@@ -212,7 +216,7 @@ def unbind(tracer: Tracer, call: Call) -> None:
         tracer.values[piece] = value.moved(partial(Tensor.select, dim=dim, index=index))
 
 
-@rule("cat", "concat", "concatenate", "stack", "hstack", "vstack")
+@register_rule("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 def concatenate(tracer: Tracer, call: Call) -> None:
     """Along the channels the pieces stay apart; along anything else they are the same channels, written by many."""
     tensors, result = call["tensors"], call.result
@@ -243,7 +247,7 @@ def concatenate(tracer: Tracer, call: Call) -> None:
     tracer.set(result, merged)
 
 
-@rule("constant_pad_nd", "pad")
+@register_rule("constant_pad_nd", "pad")
 def pad(tracer: Tracer, call: Call) -> None:
     """Padding in space belongs to the channel; padding with channels adds channels that are always there."""
     tensor, value = call["self"], tracer.value(call["self"])
@@ -265,7 +269,7 @@ def pad(tracer: Tracer, call: Call) -> None:
     return None
 
 
-@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
+@register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
 def shuffle(tracer: Tracer, call: Call) -> None:
     """Blocks of channels change places: they shrink as blocks."""
     tensor, value = call["self"], tracer.value(call["self"])
