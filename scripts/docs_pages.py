@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # files of the root that are pages
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
-IMAGE = re.compile(r"(!\[[^\]]*\]\(|<img [^>]*src=\")(?:\.\./)+results/")
 FENCE = re.compile(r"^```python [a-z-]+$", re.MULTILINE)  # `no-run` and `slow` are for the tests
 PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="(?P<dark>[^"]+)"[^>]*>\s*<img (?P<rest>[^>]*)>\s*</picture>', re.DOTALL
@@ -94,6 +93,13 @@ GENERATED: dict[str, Callable[[], str]] = {"commands": commands, "settings": set
 # --- links and pictures -----------------------------------------------------------------------------------------------
 
 
+def page_of(path: str) -> str | None:
+    """The page of the site that a file of the repository becomes, if it becomes one."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return "index.md" if path == "README.md" else OUTSIDE.get(path)
+
+
 def with_site_links(markdown: str, source: str) -> str:
     """Links as the site needs them, where it has the page; a link to any other file of the repository loses its link.
 
@@ -101,16 +107,19 @@ def with_site_links(markdown: str, source: str) -> str:
         source: path of the page's file, relative to the root of the repository.
     """
 
+    folder = os.path.dirname(page_of(source) or "")
+
     def replaced(match: re.Match[str]) -> str:
         target = match["target"]
         if re.match(r"[a-z]+:", target):
             return match[0]
         path = os.path.normpath(os.path.join(os.path.dirname(source), target))
-        page = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-        page = "index.md" if path == "README.md" else page
-        return f"[{match['text']}]({page}{match['anchor'] or ''})" if page else match["text"]
+        page = page_of(path)
+        if page is None:
+            return match["text"]
+        return f"[{match['text']}]({os.path.relpath(page, folder)}{match['anchor'] or ''})"
 
-    return IMAGE.sub(r"\1results/", LINK.sub(replaced, markdown))
+    return LINK.sub(replaced, markdown)
 
 
 def with_switching_pictures(markdown: str) -> str:
@@ -132,8 +141,6 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
-    for figure in sorted((ROOT / "results").rglob("*.svg")):
-        files.append(File.generated(config, figure.relative_to(ROOT).as_posix(), abs_src_path=str(figure)))
     return files
 
 

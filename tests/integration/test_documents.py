@@ -147,7 +147,7 @@ def test_generated_parts_of_pages() -> None:
         ("CONTRIBUTING.md", "[x](docs/guide.md)", "[x](guide.md)"),
         ("CONTRIBUTING.md", "[x](README.md), [y](#z)", "[x](index.md), [y](#z)"),
         ("docs/a.md", "[x](https://a.org)", "[x](https://a.org)"),
-        ("docs/a.md", "![x](../results/y.svg)", "![x](results/y.svg)"),
+        ("docs/b/a.md", "[x](../guide.md#c), [y](z.md), [r](../../results/r)", "[x](../guide.md#c), [y](z.md), r"),
     ],
 )
 def test_links_of_the_site(source: str, shown: str, expected: str) -> None:
