@@ -1,11 +1,9 @@
 """Provable filter pruning: sensitivities against nested loops, widths against the bound written out, dead channels."""
 
-import copy
-import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,24 +13,10 @@ from torch import Tensor, nn
 from slimstart import trace
 from slimstart.lab import models
 from slimstart.lab.methods import provable
-from slimstart.lab.methods.pruning import Trained
-from slimstart.lab.methods.shares import keep_share
-from slimstart.policies import Budget, Channels, Flops, Params
-from tests.tiny_networks import with_dropout
-from tests.zoo import ZOO, call, shake
+from slimstart.policies import Channels, Flops
+from tests import trained_networks
 
-
-def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(net(images), labels)
-
-
-def trained(net: nn.Module, budget: Budget, size: int, num_batches: int = 1, **more: Any) -> Trained:
-    dtype = next(net.parameters()).dtype
-    graph = trace(net, torch.zeros(1, 3, size, size, dtype=dtype), "stream")
-    batches = [
-        (torch.randn(2, 3, size, size, dtype=dtype), torch.zeros(2, dtype=torch.long)) for _ in range(num_batches)
-    ]
-    return Trained(net, graph, budget.bind(graph.costs), batches, loss_fn, **more)
+trained = functools.partial(trained_networks.trained, num_images=2)
 
 
 def share(parts: list[float], c: int) -> float:
@@ -173,55 +157,3 @@ def test_dead_channels_go_first() -> None:
         assert (~provable.choose(given)).nonzero().squeeze(1).tolist() == dead
     # There is nothing to gain from them, whatever the budget.
     assert (~provable.choose(trained(net, Channels(1.0), 5))).nonzero().squeeze(1).tolist() == dead
-
-
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, Budget]] = {
-    "with_dropout": (lambda: with_dropout(10, 3), 16, Params(0.4)),
-    "vgg16": (lambda: models.build("vgg16", num_classes=10, width=0.25), 32, Flops(0.1)),
-    "resnet20": (lambda: models.build("resnet20", num_classes=10, width=0.5), 16, Channels(0.3)),
-    "mobilenet_v1": (lambda: models.build("mobilenet_v1", num_classes=10, width=0.25), 32, Flops(0.2)),
-}
-
-
-@pytest.mark.parametrize("name", [*list(NETWORKS)[:3], pytest.param("mobilenet_v1", marks=pytest.mark.slow)])
-def test_masks_are_within_the_budget_and_the_network_is_unchanged(
-    name: str, differences: Callable[[Any, Any], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, size, budget = NETWORKS[name]
-    net = make()
-    given = trained(net, budget, size)
-    before = copy.deepcopy(net)
-    mask = provable.choose(given)
-    assert differences(dict(net.state_dict()), dict(before.state_dict())) == []
-    assert all(module.training and not module._forward_hooks for module in net.modules())
-    scores = provable.sensitivities(given)
-    monkeypatch.setattr(provable, "sensitivities", lambda _: scores)
-    uniform = provable.choose(dataclasses.replace(given, protocol="uniform"))
-    assert torch.equal(uniform, keep_share(scores[0], given.graph, given.budget))
-    assert not torch.equal(uniform, mask)
-    for one in (mask, uniform):
-        assert (one.dtype, one.device.type) == (torch.bool, "cpu")
-        assert given.budget.cost(one) <= given.budget.limit
-        assert all(bool(one[group.units.start : group.units.stop].any()) for group in given.graph.groups)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("conv3d", "shared_conv", "non_local"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("unet_transposed", "densenet", "pixel_shuffle")),
-    ],
-)
-def test_other_kinds_of_networks(name: str) -> None:
-    net, inputs = shake(ZOO[name].factory()), ZOO[name].example_inputs()
-    graph = trace(net, inputs, "stream")
-    given = Trained(net, graph, Flops(0.4).bind(graph.costs), [(inputs,)], call)
-    mask = provable.choose(given)
-    assert given.budget.cost(mask) <= given.budget.limit
-    sensitivity, _ = provable.sensitivities(given)
-    assert bool(((sensitivity >= 0) & (sensitivity <= 1)).all())
-    if name == "non_local":  # these are read by a product of two activations only: there filter norms decide
-        (group,) = (group for group in graph.groups if group.name == "theta")
-        norms = (net.theta.weight.flatten(1).square().sum(1) + net.phi.weight.flatten(1).square().sum(1)).sqrt()
-        found = sensitivity[group.units.start : group.units.stop]
-        torch.testing.assert_close(found, (norms / norms.max()).detach().double())

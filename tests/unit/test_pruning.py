@@ -6,41 +6,44 @@ import copy
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimstart import trace
 from slimstart.errors import BudgetError, TraceError
 from slimstart.graph import ChannelGraph
+from slimstart.graph.readers import readers
 from slimstart.lab import models
-from slimstart.lab.methods import PRUNERS, l1_filter, random_mask, random_structure, slimming, soft_filter
-from slimstart.lab.methods.pruning import Trained, even_rounds, filter_norms, filter_rows
+from slimstart.lab.methods import (
+    PRUNERS,
+    l1_filter,
+    provable,
+    random_mask,
+    random_structure,
+    slimming,
+    soft_filter,
+    thinet,
+)
+from slimstart.lab.methods.pruning import Choose, Trained, even_rounds, filter_norms, filter_rows
 from slimstart.lab.methods.shares import keep_best, keep_share, largest_within
 from slimstart.lab.methods.thresholded_gates import LogNorms
 from slimstart.narrow import compact
 from slimstart.policies import Budget, Channels, Flops, Params
 from slimstart.policies.masks import places
-from tests.zoo import shake
+from tests.tiny_networks import with_dropout
+from tests.trained_networks import loss_fn
+from tests.trained_networks import trained as trained_with
+from tests.zoo import ZOO, call, shake
 
 BUDGETS: list[Budget] = [Flops(0.3), Params(0.5), Channels(0.4), Flops(1.0)]
 
 
-def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(net(images), labels)
-
-
-def trained(model: nn.Module, budget: Budget, size: int = 8, **more: Any) -> Trained:
-    graph = trace(model, torch.zeros(1, 3, size, size), "stream")
-    generator = torch.Generator().manual_seed(3)
-    batches = [
-        (torch.randn(8, 3, size, size, generator=generator), torch.randint(0, 4, (8,), generator=generator))
-        for _ in range(6)
-    ]
-    return Trained(model.eval(), graph, budget.bind(graph.costs), batches, more.pop("loss_fn", loss_fn), **more)
+def trained(model: nn.Module, budget: Budget, **more: Any) -> Trained:
+    return trained_with(model.eval(), budget, num_images=8, num_batches=6, **more)
 
 
 def plain() -> nn.Module:
@@ -478,3 +481,71 @@ def test_a_random_structure_is_initialised_for_its_size() -> None:
     wanted = model.get_parameter("3.weight")[:b, :a] * (10 / a) ** 0.5
     torch.testing.assert_close(small.get_parameter("3.weight"), wanted)
     assert torch.equal(small.get_parameter("4.bias"), model.get_parameter("4.bias")[:b])
+
+
+# --------------------------------------------------------------------------- every method
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, Budget]] = {
+    "with_dropout": (lambda: with_dropout(10, 3), 16, Params(0.4)),
+    "vgg16": (lambda: models.build("vgg16", num_classes=10, width=0.25), 32, Flops(0.1)),
+    "resnet20": (lambda: models.build("resnet20", num_classes=10, width=0.5), 16, Channels(0.3)),
+    "mobilenet_v1": (lambda: models.build("mobilenet_v1", num_classes=10, width=0.25), 32, Flops(0.2)),
+}
+SLOW = {("l1", "vgg16"), *((method, "mobilenet_v1") for method in PRUNERS)}
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        pytest.param(method, name, marks=pytest.mark.slow if (method, name) in SLOW else ())
+        for method in PRUNERS
+        for name in NETWORKS
+    ],
+)
+def test_masks_are_within_the_budget_and_networks_unchanged(
+    method: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thinet, "NUM_SAMPLES", 200)
+    make, size, budget = NETWORKS[name]
+    net = make()
+    given = trained_with(net, budget, size, num_images=2)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    with torch.no_grad():  # as in a run
+        masks = [PRUNERS[method](dataclasses.replace(given, protocol=protocol)) for protocol in ("original", "uniform")]
+    for mask in masks:
+        assert (mask.dtype, mask.device.type) == (torch.bool, "cpu")
+        assert given.budget.cost(mask) <= given.budget.limit
+        assert all(bool(mask[group.units.start : group.units.stop].any()) for group in given.graph.groups)
+    uniform = by_group(keep_share(torch.zeros(given.graph.num_units), given.graph, given.budget), given.graph)
+    assert list(map(len, by_group(masks[1], given.graph))) == list(map(len, uniform))
+    assert all(module.training and not module._forward_hooks for module in net.modules())
+    scaled = {reader.weight for reader in readers(given.graph, net)} if method == "thinet" else set()
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items() if key not in scaled)
+
+
+@pytest.mark.parametrize("choose", [thinet.choose, provable.choose])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("conv3d", "shared_conv", "non_local"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("unet_transposed", "densenet", "pixel_shuffle")),
+    ],
+)
+def test_methods_that_read_activations_on_other_networks(
+    choose: Choose, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thinet, "NUM_SAMPLES", 200)
+    net, inputs = shake(ZOO[name].factory()), ZOO[name].example_inputs()
+    graph = trace(net, inputs, "stream")
+    given = Trained(net, graph, Flops(0.4).bind(graph.costs), [(inputs,)], call)
+    mask = choose(given)
+    assert given.budget.cost(mask) <= given.budget.limit
+    if name == "non_local":  # these are read by a product of two activations only: filter norms decide
+        (group,) = (group for group in graph.groups if group.name == "theta")
+        assert group.layers == ("theta", "phi")
+        kept = mask[group.units.start : group.units.stop]
+        norms = net.theta.weight.flatten(1).square().sum(1) + net.phi.weight.flatten(1).square().sum(1)
+        assert norms[kept].min() > norms[~kept].max()
+        if choose is provable.choose:
+            found = provable.sensitivities(given)[0][group.units.start : group.units.stop]
+            torch.testing.assert_close(found, (norms / norms.max()).sqrt().detach().double())

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import trace
 from slimstart.graph import ChannelGroup
 from slimstart.graph.readers import Reader, readers
 from slimstart.lab import models
@@ -19,20 +18,8 @@ from slimstart.lab.methods.activations import Reading, observe
 from slimstart.lab.methods.pruning import Trained
 from slimstart.lab.methods.shares import keep_share
 from slimstart.narrow.compact import compact
-from slimstart.policies import Budget, Channels, Flops, Params
-from tests.tiny_networks import with_dropout
-from tests.zoo import ZOO, call, shake
-
-
-def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(net(images), labels)
-
-
-def trained(net: nn.Module, budget: Budget, size: int, num_images: int = 4, **more: object) -> Trained:
-    graph = trace(net, torch.zeros(1, 3, size, size, dtype=next(net.parameters()).dtype), "stream")
-    images = torch.randn(num_images, 3, size, size, dtype=next(net.parameters()).dtype)
-    batches = [(images, torch.zeros(num_images, dtype=torch.long))]
-    return Trained(net, graph, budget.bind(graph.costs), batches, loss_fn, **more)  # type: ignore[arg-type]
+from slimstart.policies import Channels, Flops
+from tests.trained_networks import trained
 
 
 def widths(mask: Tensor, groups: tuple[ChannelGroup, ...]) -> list[int]:
@@ -224,61 +211,8 @@ def test_scales_are_multiplied_into_the_readers() -> None:
     assert errors[0] < errors[1] < 1.01 * errors[0] < errors[2]
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "with_dropout": (lambda: with_dropout(10, 3), 16),
-    "vgg16": (lambda: models.build("vgg16", num_classes=10, width=0.25), 32),
-    "resnet20": (lambda: models.build("resnet20", num_classes=10, width=0.5), 16),
-    "mobilenet_v1": (lambda: models.build("mobilenet_v1", num_classes=10, width=0.25), 32),
-}
-
-
-@pytest.fixture
-def _few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_cut_group_after_group_to_the_same_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thinet, "NUM_SAMPLES", 200)
-
-
-@pytest.mark.usefixtures("_few_samples")
-@pytest.mark.parametrize("name", [*list(NETWORKS)[:3], pytest.param("mobilenet_v1", marks=pytest.mark.slow)])
-def test_masks_are_within_the_budget_at_one_share(name: str) -> None:
-    make, size = NETWORKS[name]
-    net = make()
-    given = trained(net, Params(0.3) if name == "resnet20" else Flops(0.25), size)
-    modes = {name: module.training for name, module in net.named_modules()}
-    buffers = copy.deepcopy(dict(net.named_buffers()))
-    mask = thinet.choose(given)
-    assert (mask.dtype, mask.device.type) == (torch.bool, "cpu")
-    assert given.budget.cost(mask) <= given.budget.limit
-    uniform = keep_share(torch.zeros(given.graph.num_units), given.graph, given.budget)
-    assert widths(mask, given.graph.groups) == widths(uniform, given.graph.groups)
-    assert modes == {name: module.training for name, module in net.named_modules()}
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())
-    assert not any(module._forward_hooks for module in net.modules())
-
-
-@pytest.mark.usefixtures("_few_samples")
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("conv3d", "shared_conv", "non_local"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("unet_transposed", "densenet", "pixel_shuffle")),
-    ],
-)
-def test_other_kinds_of_networks(name: str) -> None:
-    net, inputs = shake(ZOO[name].factory()), ZOO[name].example_inputs()
-    graph = trace(net, inputs, "stream")
-    budget = Flops(0.4).bind(graph.costs)
-    mask = thinet.choose(Trained(net, graph, budget, [(inputs,)], call))
-    assert budget.cost(mask) <= budget.limit
-    if name == "non_local":  # these are read by a product of two activations only: there filter norms decide
-        (group,) = (group for group in graph.groups if group.name == "theta")
-        assert group.layers == ("theta", "phi")
-        kept = mask[group.units.start : group.units.stop]
-        norms = net.theta.weight.flatten(1).square().sum(1) + net.phi.weight.flatten(1).square().sum(1)
-        assert norms[kept].min() > norms[~kept].max()
-
-
-@pytest.mark.usefixtures("_few_samples")
-def test_rounds_cut_group_after_group_to_the_same_widths() -> None:
     net = models.build("small", num_classes=10, in_channels=3)
     final = trained(net, Flops(0.3), 16)
     once = widths(keep_share(torch.zeros(final.graph.num_units), final.graph, final.budget), final.graph.groups)
