@@ -1,7 +1,6 @@
 """What README.md and docs/ say about the program: command lines parse, and tables are those of the code."""
 
 import dataclasses
-import json
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 import slimstart
 from slimstart.lab import data, models
 from slimstart.lab.cli import app
-from slimstart.lab.recipes.presets import PRESETS, preset
+from slimstart.lab.recipes.presets import preset
 from slimstart.lab.recipes.recipe import Recipe, merged, read
 from slimstart.lab.run.comparison import trials
 
@@ -92,24 +91,6 @@ def rows(heading: str) -> list[list[str]]:
     table = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     assert table is not None, f"no table of {heading}"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
-
-
-def test_the_table_of_settings_is_that_of_the_recipe() -> None:
-    expected = [
-        [f"`{field.name}`", "" if field.default is None else f"`{json.dumps(field.default)}`", field.metadata["help"]]
-        for field in dataclasses.fields(Recipe)
-    ]
-    assert rows("setting") == expected
-
-
-def test_the_table_of_presets_is_that_of_the_code() -> None:
-    expected = []
-    for name, entry in PRESETS.items():
-        recipe, paper = entry.recipe, entry.paper
-        saving = f", {paper.train_cost_saving:g}×" if paper and paper.train_cost_saving else ""
-        numbers = f"{paper.accuracy:g} % at {paper.flops:g} % FLOPs{saving}" if paper else ""
-        expected.append([f"`{name}`", recipe.model, recipe.data, f"`{recipe.budget}`", entry.about, numbers])
-    assert rows("recipe") == expected
 
 
 def test_the_sizes_of_the_networks_are_right() -> None:

@@ -2,7 +2,7 @@
 
 Conventions are those of `slimstart.lab.records`: times in milliseconds per training step, ratios as fractions of the
 dense network, one multiply-add = 1 FLOP. What was not measured is None. A record that exists is sound: its numbers are
-in their range, and its ratios are those of its times. docs/program.md describes every field.
+in their range, and its ratios are those of its times. docs/records.md describes every field.
 """
 
 from __future__ import annotations
