@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slimstart.kernels.depthwise import Window, depthwise_conv2d
 from slimstart.lab.run.timing import Stopwatch, Turn, take_turns
-from slimstart.steps.capture import capture
+from slimstart.steps.cuda_graph import capture
 
 
 class Layer(NamedTuple):

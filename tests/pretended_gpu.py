@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slimstart.graph import ChannelGraph, Selection
 from slimstart.kernels import Moves
-from slimstart.steps import capture as capturing
-from slimstart.steps import choice, optimizers
+from slimstart.steps import cuda_graph as capturing
+from slimstart.steps import engine as engines
+from slimstart.steps import optimizers
 
 aten = torch.ops.aten
 WAITING = {
@@ -187,7 +188,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str, str | None]:
         return ("eager", "asked for") if engine == "eager" or not fuse(optimizer) else ("graphs", None)
 
-    pretended = {choice.choose: choose, optimizers.fuse: fuse}
+    pretended = {engines.choose: choose, optimizers.fuse: fuse}
     for module in [module for name, module in sys.modules.items() if name.startswith("slimstart.")]:
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType) and value in pretended:  # wherever it is known

@@ -14,7 +14,7 @@ from slimstart.lab.methods.masked_network import MaskedNetwork
 from slimstart.lab.run.make_method import Batch, Method, Search
 from slimstart.lab.run.program import Program
 from slimstart.policies import PaperSearch
-from slimstart.steps.capture import Graphed
+from slimstart.steps.cuda_graph import Graphed
 
 
 def training_batches(program: Program, num_batches: int, seed: int = 0) -> Iterator[Batch]:

@@ -790,7 +790,7 @@ def test_parameter_groups_may_be_added_later() -> None:
 
 def test_a_missing_reference_is_refused() -> None:
     _, _, sparse = make_training(estimator="pge")
-    with pytest.raises(RuntimeError, match="ask `needs_reference` before"):
+    with pytest.raises(RuntimeError, match="check `needs_reference` first"):
         _ = sparse.reference
 
 

@@ -9,9 +9,9 @@ from torch.optim import SGD, Adam, RMSprop
 
 from slimstart import Flops, SparseTraining
 from slimstart.steps import Backward, PlainTraining, choose
-from slimstart.steps.capture import is_scarce
+from slimstart.steps.cuda_graph import is_scarce
 from slimstart.steps.graphs import _Same
-from slimstart.steps.optimizers import CapturedRates, fuse, has_begun, settings, unfuse
+from slimstart.steps.optimizers import CapturedRates, fuse, has_state, settings, unfuse
 
 
 def parameters(n: int = 2) -> list[nn.Parameter]:
@@ -46,14 +46,14 @@ def test_settings_are_all_but_the_learning_rate() -> None:
     assert hash(settings(Adam(parameters()))) is not None
 
 
-def test_an_optimizer_has_begun_when_it_has_state() -> None:
+def test_an_optimizer_has_state_when_it_has_state() -> None:
     used, unused = parameters()
     for optimizer in (SGD([used, unused], lr=0.1, momentum=0.9), Adam([used, unused])):
-        assert not has_begun(optimizer)
+        assert not has_state(optimizer)
         used.grad = torch.ones(3)
         optimizer.step()
-        assert has_begun(optimizer)  # the other parameter may never get a gradient
-    assert has_begun(SGD([used], lr=0.1))
+        assert has_state(optimizer)  # the other parameter may never get a gradient
+    assert has_state(SGD([used], lr=0.1))
 
 
 def test_only_a_gpu_has_fused_steps() -> None:

@@ -1,8 +1,8 @@
-"""Several processes that train one network.
+"""Training of one network with several processes.
 
-Open `launch.py` first: joining the processes that torchrun starts, and DistributedDataParallel. `process_group.py` is
-what the rest of the library knows of other processes: averages, broadcasts, checks that all hold the same.
-`sync_batchnorm.py` has batch norm with statistics over all processes, on any device.
+Open `launch.py` first: the process group of torchrun, and DistributedDataParallel. `process_group.py` has the
+collective operations that the rest of the library uses: averages, broadcasts, checks for equality. `sync_batchnorm.py`
+is batch norm with statistics over all processes, on any device.
 """
 
 from slimstart.distributed.launch import data_parallel, joined

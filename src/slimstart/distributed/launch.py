@@ -1,6 +1,6 @@
-"""Training on several processes, each with its part of every batch: torch.distributed, started by torchrun.
+"""Training with several processes, each with its part of every batch: torch.distributed, started by torchrun.
 
-    with joined() as ranks:
+    with joined() as processes:
         sparse = SparseTraining(model, optimizer, images[:1], budget, total_steps=steps)
         parallel = data_parallel(model)     # or any DistributedDataParallel, before or after
         for images, labels in loader:       # this process's part of every batch
@@ -10,22 +10,22 @@
             optimizer.step()                # or all of it: sparse.step(loss_fn, images, labels)
         model = sparse.finish()
 
-At the first step all processes get the weights of the first, those that are not in the network included. Then they
-change to the same structures at the same steps and stay bit-identical: processes exchange the gradient of the *narrow*
-network (`sparse.gradient_bytes`, in comparison to `sparse.dense_gradient_bytes`), and learn the structure from what all
-of them have. `DistributedDataParallel` stays the same object, with its options and its communication hook. A change
-happens in all processes, or, where one of them cannot prepare it, in none, with an error in all.
+At the first step all processes get the weights of rank 0, including those that are not in the network. From then on
+they change to the same structures at the same steps and stay bit-identical: processes exchange the gradients of the
+*narrow* network (`sparse.gradient_bytes`, compare `sparse.dense_gradient_bytes`) and learn the structure from the
+averages. `DistributedDataParallel` remains the same object, with its options and its communication hook. A change of
+structure happens in all processes, or, if one of them cannot prepare it, in none, with an error in all.
 
-`step` also exchanges losses, weighs processes by their number of examples, and averages the running statistics of batch
-norm. In a loop by hand, batches are of equal size, as always with `DistributedDataParallel`, and statistics are
-averaged at changes of structure and in `finish`. `step`, `optimizer.step()`, `update`, `resample`, `settle`, `finish`
-and a `snapshot` with batches are for all processes at once; `state_dict` and `save` are not, so that one process alone
-can write a checkpoint.
+`step` also averages losses and running statistics of batch norm, weighted by the number of examples of each process. In
+a loop by hand, batches are of equal size, as always with `DistributedDataParallel`, and statistics are averaged at
+changes of structure and in `finish`. `step`, `optimizer.step()`, `update`, `resample`, `settle`, `finish` and a
+`snapshot` with batches are collective; `state_dict` and `save` are not, so that a single process can write a
+checkpoint.
 
-Several processes and one compute the same with `synchronise_batch_norm`, up to rounding: sums over examples have
-another order. In float64 the difference remains as small as that. In float32 trainings can drift apart, because units
-of nearly equal importance are ordered by rounding, so that another unit leaves, or a width differs by one; the results
-are then as different as those of two seeds.
+With `synchronise_batch_norm`, several processes compute the same as one, up to rounding, because sums over examples
+have another order. In float64 the difference remains that small. In float32 trainings can drift apart: units of nearly
+equal importance are ordered by rounding, so that another unit is dropped or a width differs by one. The results then
+differ as much as those of two seeds.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def data_parallel(net: nn.Module, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel` that does not exchange buffers at every forward: `SparseTraining` averages statistics.
+    """`DistributedDataParallel` without a broadcast of buffers at every forward: `SparseTraining` averages statistics.
 
     Args:
         net: the model.
-        options: of `DistributedDataParallel`.
+        options: options of `DistributedDataParallel`.
     """
     device = next(net.parameters()).device
     settings = {"device_ids": [device] if device.type == "cuda" else None, _SYNC_BUFFERS: False}
@@ -72,17 +72,17 @@ def data_parallel(net: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun has started."""
+    """Whether torchrun has started this process and others."""
     return dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this process anew, after a failure (`--max-restarts`)."""
+    """Whether torchrun has restarted this process after a failure (`--max-restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def own_device(name: str = "auto") -> str:
-    """The device of this rank: a GPU where there are some, and of several that of its number on the machine."""
+    """The device of this process: the GPU of its local rank, or the CPU where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name
@@ -90,13 +90,13 @@ def own_device(name: str = "auto") -> str:
 
 @contextmanager
 def joined(timeout: float = TIMEOUT) -> Iterator[ProcessGroup]:
-    """The processes that torchrun has started, while the block lasts; this one alone where it has started none.
+    """Initialise the process group of torchrun for a block, and destroy it afterwards; a single process needs none.
 
-    gloo connects CPUs, and nccl GPUs, where there are any. The ranks that are given talk over gloo.
+    gloo connects CPUs, and nccl GPUs, where there are any. The `ProcessGroup` that is returned uses gloo.
 
     Args:
-        timeout: seconds after which waiting for a rank ends with a `ProcessGroupError`; a longer exchange, such as
-            waiting for one rank to write a large checkpoint, fails too.
+        timeout: seconds after which waiting for another process ends with a `ProcessGroupError`. Anything longer fails
+            too, such as waiting for one process to write a large checkpoint.
     """
     if not timeout > 0:
         raise ConfigError(f"`timeout` is {timeout}; it must be a positive number of seconds")
@@ -108,7 +108,7 @@ def joined(timeout: float = TIMEOUT) -> Iterator[ProcessGroup]:
         torch.cuda.set_device(own_device("cuda"))
     patience = timedelta(seconds=timeout)
     with reporting():
-        # A store may outlive a restart, with the addresses of processes that are gone.
+        # The store can survive a restart, with the addresses of processes that are gone.
         store, rank, size = next(rendezvous("env://", timeout=patience))
         store = PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
@@ -116,7 +116,7 @@ def joined(timeout: float = TIMEOUT) -> Iterator[ProcessGroup]:
     try:
         yield ProcessGroup(weakref.ref(dist.group.WORLD))
     finally:
-        # Threads of a group that have something to give back when Python ends would bring the process down.
+        # Threads of a group that still hold resources when Python exits crash the process.
         for net in _wrapped:
             for name in ("reducer", "logger", "process_group"):
                 setattr(net, name, None)

@@ -1,7 +1,7 @@
-"""The processes that train one network together, and the few words that they exchange.
+"""Collective operations of the processes that train one network.
 
-A process alone is the default, for which every verb costs nothing and changes nothing. All verbs but `rank` and `size`
-are for all ranks at once: one that does not join in keeps the others waiting, until the process group's timeout.
+A single process is the default; for it every operation is free and changes nothing. All operations but `rank` and
+`size` are collective: a process that does not call one keeps the others waiting, until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CPU = torch.device("cpu")
 
 
 class Averages(NamedTuple):
-    """Means over all examples of all ranks.
+    """Means over the examples of all processes.
 
     Attributes:
         losses: the means.
-        weight: what this rank's loss is multiplied by so that the plain mean over ranks, which gradients get from
-            `DistributedDataParallel`, is the mean over examples: its count * ranks / count of all.
-        num_examples: of all ranks.
+        weight: factor of this process's loss, its number of examples * processes / total number. With it, the mean over
+            processes that `DistributedDataParallel` takes of gradients is the mean over examples.
+        num_examples: number of examples of all processes.
     """
 
     losses: Sequence[Tensor]
@@ -43,12 +43,12 @@ class Averages(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """A process group, seen from one of its processes.
+    """A process group, in one of its processes.
 
     Attributes:
-        reference: to the group, weak: one that is held when Python ends can bring the process down. None for a process
-            alone.
-        device: of tensors that the group can exchange.
+        reference: weak reference to the group, because a group that is alive when Python exits can crash the process;
+            None for a single process.
+        device: device of tensors that the group can exchange.
     """
 
     reference: weakref.ref[Any] | None = None
@@ -56,10 +56,10 @@ class ProcessGroup:
 
     @property
     def group(self) -> Any:
-        """None for a process alone."""
+        """PyTorch's group; None for a single process."""
         found = None if self.reference is None else self.reference()
         if found is None and self.reference is not None:
-            raise ProcessGroupError("the process group has been destroyed; what is for all ranks must come before")
+            raise ProcessGroupError("the process group has been destroyed; collective operations must come before")
         return found
 
     @property
@@ -73,7 +73,7 @@ class ProcessGroup:
     # --- numbers -----------------------------------------------------------------------------------------------------
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over ranks, in float64 on the CPU."""
+        """The sum over processes, in float64 on the CPU."""
         found = values.detach().to(self.device, torch.float64, copy=True)
         if self.reference is not None:
             with reporting():
@@ -81,12 +81,12 @@ class ProcessGroup:
         return found.cpu()
 
     def average(self, losses: Sequence[Tensor], count: float, statistics: Sequence[Tensor] = ()) -> Averages:
-        """Means over all examples of all ranks, in one exchange.
+        """Means over the examples of all processes, in one exchange.
 
         Args:
-            losses: scalars; each a mean over this rank's examples.
-            count: of examples of this rank.
-            statistics: averaged in place.
+            losses: scalars, each a mean over this process's examples.
+            count: number of examples of this process.
+            statistics: tensors that are averaged in place.
         """
         if self.reference is None:
             return Averages(losses, 1.0, count)
@@ -95,13 +95,18 @@ class ProcessGroup:
         weighted = torch.cat([torch.cat(numbers) * count, torch.tensor([float(count)], device=self.device)])
         *sums, total = self.total(weighted).split([len(losses), *(t.numel() for t in statistics), 1])
         for tensor, found in zip(statistics, sums[1:], strict=True):
-            # Behind autograd's back: batch norm keeps them for its backward, which does not look at them in training.
+            # `.data` raises no version: batch norm saves them for its backward, which does not read them in training.
             tensor.data.copy_((found / total).view_as(tensor))
         means = [mean.to(loss) for mean, loss in zip((sums[0] / total).unbind(), losses, strict=True)]
         return Averages(means, count * self.size / float(total), float(total))
 
+    def average_statistics(self, net: nn.Module, training: bool = False) -> None:
+        """Average the running statistics of a network; `training`: only those that a forward changes."""
+        if self.size > 1:
+            self.average([torch.zeros(())], 1, running_statistics(net, training))
+
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """Which of the flags are set on some rank."""
+        """For each flag, whether it is set in some process."""
         if self.reference is None:
             return flags
         return tuple(self.total(torch.tensor(flags)).gt(0).tolist())
@@ -110,7 +115,7 @@ class ProcessGroup:
         """Overwrite tensors with those of rank 0.
 
         Raises:
-            ConfigError: some of them are on a device that the process group has no backend for.
+            ConfigError: the process group has no backend for the device of a tensor.
         """
         if self.reference is not None:
             self.check_reach(tensors)
@@ -119,24 +124,24 @@ class ProcessGroup:
                     dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
     def check_reach(self, tensors: Sequence[Tensor]) -> None:
-        """See whether the group can exchange tensors where they are; PyTorch says it less plainly, and later.
+        """Check that the group can exchange tensors of these devices; PyTorch's own error is late and hard to read.
 
         Raises:
-            ConfigError: some of them are on a device that the process group has no backend for.
+            ConfigError: the process group has no backend for the device of a tensor.
         """
         backends = dist.get_backend_config(self.group)
         reached = {part.partition(":")[0] for part in backends.split(",")}
         if beyond := sorted({tensor.device.type for tensor in tensors} - reached):
             raise ConfigError(
-                f"the model is on {' and '.join(beyond)}, where these ranks cannot exchange it: the backend of "
-                f"their process group is {backends}. Begin with torch.distributed.init_process_group("
-                "'cpu:gloo,cuda:nccl'), or let slimstart.distributed.joined do it"
+                f"the model is on {' and '.join(beyond)}, where these processes cannot exchange it: the backend of "
+                f"their process group is {backends}. Call torch.distributed.init_process_group("
+                "'cpu:gloo,cuda:nccl'), or use slimstart.distributed.joined"
             )
 
-    # --- anything else -----------------------------------------------------------------------------------------------
+    # --- Python objects ----------------------------------------------------------------------------------------------
 
     def gather(self, value: T) -> list[T]:
-        """What each rank has, on all of them."""
+        """The values of all processes, by rank."""
         if self.reference is None:
             return [value]
         found: list[Any] = [None] * self.size
@@ -145,7 +150,7 @@ class ProcessGroup:
         return found
 
     def first(self, function: Callable[[], T]) -> T:
-        """What a function returns on rank 0, on all ranks; it runs there alone. Where it raises, all ranks raise."""
+        """Run a function on rank 0 only; all processes get its result, or raise its error."""
         if self.reference is None:
             return function()
         outcome: list[Any] = [None, None]
@@ -167,21 +172,39 @@ class ProcessGroup:
             dist.broadcast_object_list(outcome, group=self.group, group_src=0)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all processes."""
         self.total(torch.zeros(1))
 
-    # --- trust, and verify -------------------------------------------------------------------------------------------
+    def all_or_none(self, prepare: Callable[[], T]) -> T:
+        """The result of a function that all processes run; if it fails in one of them, all raise.
+
+        Raises:
+            ProcessGroupError: it has failed in another process.
+        """
+        problem: Exception | None = None
+        try:
+            result = prepare()
+        except Exception as error:
+            problem = error
+        (failed,) = self.any(problem is not None)
+        if problem is not None:
+            raise problem
+        if failed:
+            raise ProcessGroupError("another process could not change its structure, so none did; look for its error")
+        return result
+
+    # --- checks ------------------------------------------------------------------------------------------------------
 
     @property
     def debugging(self) -> bool:
-        """Whether PyTorch was told to look closely: TORCH_DISTRIBUTED_DEBUG is INFO or DETAIL."""
+        """Whether the user asked PyTorch for extra checks: TORCH_DISTRIBUTED_DEBUG is INFO or DETAIL."""
         return self.reference is not None and get_debug_level() != DebugLevel.OFF
 
     def check_equal(self, tensors: Mapping[str, Tensor], when: str) -> None:
-        """Compare checksums of named tensors over ranks.
+        """Compare checksums of named tensors over all processes.
 
         Raises:
-            DesynchronisedError: on all ranks, with the names.
+            DesynchronisedError: some tensors differ; raised in all processes, with their names.
         """
         if self.reference is None:
             return
@@ -190,44 +213,43 @@ class ProcessGroup:
             if odd := [name for name in tensors if found.get(name) != every[0].get(name)]:
                 more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
                 raise DesynchronisedError(
-                    f"{', '.join(odd[:3])}{more} of rank {rank} differ from those of rank 0 {when}; all ranks need the "
-                    "same seed and the same steps, with gradients averaged"
+                    f"{', '.join(odd[:3])}{more} of rank {rank} differ from those of rank 0 {when}; all processes need "
+                    "the same seed and the same steps, with gradients averaged"
                 )
 
 
 SINGLE_PROCESS = ProcessGroup()
 
 
-def ranks_of(net: nn.Module) -> ProcessGroup:
-    """Those that `DistributedDataParallel`, anywhere in a network, averages gradients over."""
-    for module in net.modules():
-        if isinstance(module, DistributedDataParallel):
-            return ProcessGroup(weakref.ref(module.process_group), next(module.parameters()).device)
+def process_group(wrappers: Iterable[DistributedDataParallel]) -> ProcessGroup:
+    """The processes over which wrappers average gradients; the single process without wrappers."""
+    for ddp in wrappers:
+        return ProcessGroup(weakref.ref(ddp.process_group), next(ddp.parameters()).device)
     return SINGLE_PROCESS
 
 
 def running_statistics(net: nn.Module, training: bool = True) -> list[Tensor]:
-    """Means and variances that normalisation layers keep; `training`: only of those that a forward changes."""
+    """Running means and variances of normalisation layers; `training`: only those that a forward changes."""
     norms = [m for m in net.modules() if isinstance(m, _NormBase) and (m.training or not training)]
     return [t for m in norms for t in (m.running_mean, m.running_var) if t is not None]
 
 
 def num_examples(batch: Sequence[Any]) -> int:
-    """The length of the first tensor of a batch."""
+    """The length of the first tensor in a batch."""
     return next((len(one) for one in batch if isinstance(one, Tensor) and one.dim() > 0), 1)
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Of the gradients of a step, which is what ranks exchange."""
+    """The size of the gradients of a step, which processes exchange."""
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Say it plainly where an exchange fails because another rank is gone.
+    """Translate the errors of an exchange that fails because another process is gone.
 
     Raises:
-        ProcessGroupError: in place of what the process group's backend says.
+        ProcessGroupError: in place of the backend's error.
     """
     try:
         yield
@@ -239,8 +261,8 @@ def reporting() -> Iterator[None]:
             raise
         reason = text.splitlines()[0]
         raise ProcessGroupError(
-            "another rank has fallen out, or has not answered within the process group's timeout; look for its error, "
-            f"and go on from the last checkpoint ({reason})"
+            "another process has failed, or has not answered within the process group's timeout; look for its error, "
+            f"and resume from the last checkpoint ({reason})"
         ) from error
 
 

@@ -1,13 +1,13 @@
-r"""Batch norm whose statistics are those of the whole batch, on whatever device its parts are.
+r"""Batch norm with the statistics of the whole batch over all processes, on any device.
 
-With n examples (and positions) in all, of which each rank has some,
+With n examples (and positions) in total,
 
 .. math:: \mu = \tfrac1n \sum x, \quad \sigma^2 = \tfrac1n \sum x^2 - \mu^2, \quad
           \frac{\partial L}{\partial x} = \frac{\gamma}{\sigma}
           \bigl(g - \tfrac1n \sum g - \hat x \, \tfrac1n \sum g \hat x \bigr),
 
-where all sums run over all ranks: one exchange of 2C + 1 numbers forwards and one of 2C backwards. PyTorch's own
-`SyncBatchNorm` does the same on GPUs, and refuses a CPU.
+where all sums run over all processes: one exchange of 2C + 1 numbers forwards and one of 2C backwards. PyTorch's
+`SyncBatchNorm` does the same on GPUs only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SynchronisedBatchNorm(_BatchNorm):
-    """Batch norm over the processes of the default group; in evaluation mode, and in a process alone, like any other.
+    """Batch norm over the processes of the default group; in evaluation mode and in a single process, the usual one.
 
-    Under `torch.inference_mode` it is never synchronised: nobody trains there, and one rank may be on its own.
+    Under `torch.inference_mode` it is never synchronised, so that a single process can use it there.
     """
 
-    same_as_base = True  # for `trace`: outside of a training step, the forward is that of PyTorch's batch norm
+    same_as_base = True  # for `trace`: except in a training step, the forward is that of PyTorch's batch norm
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -50,10 +50,10 @@ class SynchronisedBatchNorm(_BatchNorm):
 
 
 def synchronise_batch_norm(model: nn.Module) -> nn.Module:
-    """Exchange every batch norm in a model for a synchronised one with the same parameters, in place.
+    """Replace every batch norm in a model by a synchronised one with the same parameters, in place.
 
     Returns:
-        The model, or, where it is itself a batch norm, what takes its place.
+        The model, or its replacement if it is itself a batch norm.
     """
     if isinstance(model, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
         device = next((tensor.device for tensor in model.state_dict().values()), None)
@@ -68,7 +68,7 @@ def synchronise_batch_norm(model: nn.Module) -> nn.Module:
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps) * weight + bias, with mean and var (biased) over all ranks."""
+    """(x - mean) / sqrt(var + eps) * weight + bias, with mean and var (biased) over all processes."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class _Normalise(torch.autograd.Function):
         mean, square = mean / count, square / count
         var = (square - mean.square()).clamp(min=0)
         if float(count) <= 1:
-            raise ValueError("batch norm in training needs more than one value per channel, over all ranks")
+            raise ValueError("batch norm in training needs more than one value per channel, over all processes")
         scale = (var + eps).rsqrt()
         hat = ((double - _row(mean, x)) * _row(scale, x)).to(x.dtype)
         ctx.save_for_backward(hat, weight, scale, count)
@@ -110,10 +110,10 @@ class _Normalise(torch.autograd.Function):
 
 
 def _others(x: Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
+    """All dimensions except the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _row(values: Tensor, x: Tensor) -> Tensor:
-    """One value per channel, in the shape that multiplies `x`."""
+    """One value per channel, in a shape that broadcasts with `x`."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

@@ -9,7 +9,8 @@ import copy
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -129,6 +130,42 @@ def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
             if name is not None and isinstance(value, Tensor) and value.dim() > 0:
                 found["state"][index][key] = networks.store[Key(name, key)].clone()
     return found
+
+
+def training_state(
+    networks: Networks,
+    optimizers: Sequence[Optimizer],
+    model_state: ModelState,
+    *,
+    num_steps: int,
+    held_steps: int,
+    settled: bool,
+    pending: Tensor | None,
+    policy: dict[str, Any],
+) -> dict[str, Any]:
+    """The state dict of a training.
+
+    Args:
+        num_steps, held_steps, settled: progress of the training.
+        pending: masks that have been drawn for the next window.
+        policy: state dict of the learner.
+    """
+    capacity = networks.capacity
+    return {
+        "format": FORMAT,
+        "coupling": networks.graph.coupling,
+        "structure": networks.graph.digest,
+        "num_steps": num_steps,
+        "held_steps": held_steps,
+        "settled": settled,
+        "masks": networks.masks.to("cpu", copy=True),
+        "capacity": None if capacity is None else {"units": capacity.units, "streams": capacity.streams},
+        "pending": pending,
+        "policy": policy,
+        "model": model_state.dense(),
+        "optimizers": [dense_state(one, networks) for one in optimizers],
+        "random": torch.get_rng_state(),
+    }
 
 
 def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], model_state: ModelState) -> Saved:
@@ -259,9 +296,21 @@ def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: N
     return [copy.deepcopy(dict(one)) for one in saved]
 
 
+@contextmanager
+def reporting_misfits() -> Iterator[None]:
+    """Turn every error in the block into a `CheckpointError`: a state dict from elsewhere may hold anything."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"the state dict does not fit this training: {error}") from error
+
+
 @torch.no_grad()
-def prepare(change: Change, saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -> None:
-    """Add to a change what cannot shrink, and the optimizers' groups and state."""
+def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -> Change:
+    """The change to the saved networks and optimizer state."""
+    change = networks.prepare(saved.masks, None, store=saved.store, capacity=saved.capacity)
     own = networks.model.state_dict(keep_vars=True)
     for key, value in saved.others.items():
         change.copy(own[key], value.to(own[key].device, own[key].dtype))
@@ -283,6 +332,7 @@ def prepare(change: Change, saved: Saved, networks: Networks, optimizers: Sequen
                         value = saved.store.read(Key(name, key), selection, parameter.device)
                 state[parameter][key] = value
         change.set(optimizer, "state", state)
+    return change
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -1,28 +1,19 @@
-"""How one step runs. Chosen by SparseTraining, invisible to the user.
+"""How one step runs: eagerly or as CUDA graphs, with hooks on the user's optimizers.
 
-`eager.py` runs the user's loss function as it is; `graphs.py` captures it in CUDA graphs (`captured.py`, by
-`capture.py`), with fewer and larger kernels (`fusion.py`, made of `chains.py`, `casting.py` and `counting.py`), and
-with some that work for all widths (`depthwise.py`); `backward.py` is what follows a forward, with what optimizers need
-to be captured in `optimizers.py`. `iterations.py` has the hooks on the user's optimizers, and `unit_gradients.py` what
-is observed in them. `drawing.py` learns from losses and draws masks, on the host or on the device. `wrappers.py` lets
-what is around a model follow. `plain.py` trains an ordinary network on the same engine; `stepping.py` is what both
-trainings say of their steps.
+Open `eager.py` first: a step is a forward, a check of the loss, a backward and the optimizers' steps. `structure.py` is
+what happens next: the structure is learned and, now and then, changed; `drawing.py` learns from losses and draws masks.
+`optimizers.py` has the hooks on the user's optimizers, `unit_gradients.py` what these observe, `wrappers.py` what
+follows around a model (`DistributedDataParallel`, `torch.compile`), `final_mask.py` the choice at the end.
+
+`engine.py` chooses between eager and captured steps. `graphs.py` keeps the captured steps. Each of them (`captured.py`)
+is a few CUDA graphs (`cuda_graph.py`), with fused operations (`fusion.py`, `chains.py`, on the calls that `calls.py`
+sees) and one depthwise kernel for all widths (`depthwise_mode.py`). `host_memory.py` estimates memory for a dense model
+on the host, and `plain.py` trains an ordinary network on the same engine.
 """
 
-from slimstart.steps.backward import Backward
-from slimstart.steps.choice import ENGINES, choose
-from slimstart.steps.eager import LossFunction, check_finite, forward_without_trace, undoing_statistics
+from slimstart.steps.eager import Backward, LossFunction
+from slimstart.steps.engine import ENGINES, choose
 from slimstart.steps.graphs import Steps
 from slimstart.steps.plain import PlainTraining
 
-__all__ = [
-    "ENGINES",
-    "Backward",
-    "LossFunction",
-    "PlainTraining",
-    "Steps",
-    "check_finite",
-    "choose",
-    "forward_without_trace",
-    "undoing_statistics",
-]
+__all__ = ["ENGINES", "Backward", "LossFunction", "PlainTraining", "Steps", "choose"]

@@ -1,4 +1,4 @@
-"""Calls of torch functions, numbered in their order: two runs of one forward make the same."""
+"""Calls of torch functions, numbered in their order: two runs of the same forward make the same calls."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch.utils._pytree import tree_leaves
 
 Function = Callable[..., Any]
 
-# They read no numbers: a tensor may be asked for its shape without having been computed.
+# Reads of metadata, which are valid for a tensor that has not been computed yet.
 METADATA = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point}
     | {torch.numel, torch.is_floating_point}
     | {getattr(Tensor, name).__get__ for name in "shape ndim dtype device layout is_cuda".split()}
 )
 
-# Their second argument is a weight, and autocast casts whatever floats they get.
+# Functions whose second argument is a weight; autocast casts all their floating-point arguments.
 LAYER_FUNCTIONS = frozenset(
     {F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 )
 
 
 class DivergedError(RuntimeError):
-    """A forward is not the recorded one; its results must not be used."""
+    """A forward differs from the recorded one; its results must not be used."""
 
     def __init__(self, how: str) -> None:
-        super().__init__(f"the forward is not the recorded one: {how}. Record it again, or run it without `fused`")
+        super().__init__(f"the forward differs from the recorded one: {how}. Record it again, or run it unfused")
 
 
 class Call(NamedTuple):
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 class Calls(TorchFunctionMode):
-    """Sees the calls that are made within. Calls that such a call makes itself are not seen."""
+    """Mode that passes every call in the block to `call`; nested calls, within a torch function, are not seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,25 +58,26 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func in METADATA or not operands:  # what makes a tensor from none may be there for the first run only
+        # Factory functions are not numbered: a module may create a tensor in its first forward only.
+        if func in METADATA or not operands:
             return func(*args, **kwargs)
-        if func == Tensor.data_ptr:  # as often as a kernel of somebody's own likes
+        if func == Tensor.data_ptr:  # not numbered either: a custom kernel may ask for it any number of times
             self.expose(*operands)
             return func(*args, **kwargs)
         number, self.number = self.number, self.number + 1
         return self.call(Call(number, func, args, kwargs, operands))
 
     def call(self, call: Call) -> Any:
-        """Run a call, or do something else that has its result."""
+        """Run a call, or something else with the same result."""
         raise NotImplementedError
 
     def expose(self, tensor: Tensor) -> None:
-        """Note that the tensor's memory may be read and written from now on, unseen."""
+        """Note that the tensor's memory may be read or written from now on, without a call."""
         raise NotImplementedError
 
 
 def inside_checkpoint() -> bool:
-    """Whether a part of the network runs that backward will run again: unfused, and it must save the same tensors."""
+    """Whether activation checkpointing is active: backward reruns such code unfused, and must save equal tensors."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
         frame = frame.f_back

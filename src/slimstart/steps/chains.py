@@ -1,8 +1,9 @@
-"""Batch norms that take over the sum and the ReLU behind them.
+"""Fusion of batch norms with the sum and the ReLU after them.
 
-A chain is a batch norm whose result is read by nobody but a ReLU, or by nobody but a sum, which a ReLU may follow; or
-the batch norm alone. It is computed at once (`kernels.norm`) when the batch norm is called, and the sum and the ReLU
-hand on what they get.
+A chain is a batch norm whose result only a ReLU reads, or only a sum, which a ReLU may follow; or a batch norm alone.
+One kernel (`kernels.norm`) computes the whole chain when the batch norm is called, and the later calls return their
+input unchanged. So the tensor between two calls of a chain holds the final value too early. This is valid only while
+nothing else can read it: a second reader, a hook, a list that keeps it, a view, or a pointer to its memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ADDS = ADDS_IN_PLACE | {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 
 @dataclass(frozen=True)
 class Chain:
-    """One chain, by the numbers of its calls; `residual` is the call whose result is added."""
+    """One chain, by the numbers of its calls; `residual` is the call that made the other summand."""
 
     norm: int
     add: int | None = None
@@ -36,7 +37,11 @@ class Chain:
 
 
 class ChainFinder:
-    """A value is what one call returned, and is named by its number. Writing in place gives a tensor a new value."""
+    """Finds chains in a recorded forward.
+
+    A value is the result of one call and is named by the number of the call, not by a tensor: an in-place operation
+    gives the same tensor a new value.
+    """
 
     def __init__(self) -> None:
         self._grad_enabled: list[bool] = []
@@ -46,10 +51,10 @@ class ChainFinder:
         self._norms: list[int] = []
         self._relus: set[int] = set()
         self._exposed: set[int] = set()
-        self._sums: dict[tuple[int, int], int] = {}  # (value, call that adds to it) -> the value that is added
+        self._sums: dict[tuple[int, int], int] = {}  # (value, call that adds to it) -> the other summand
 
     def see(self, call: Call) -> None:
-        """Note what a call is about to read."""
+        """Record the values that a call reads; to be called before it runs."""
         self._grad_enabled.append(torch.is_grad_enabled())
         known = {self._values[t]: t for t in call.operands if t in self._values}
         for value, tensor in known.items():
@@ -57,7 +62,8 @@ class ChainFinder:
             other = _addend(tensor, call)
             if other is None or other not in self._values:
                 continue
-            # A tensor with a later version was written through a view, or by a call that did not return it.
+            # A later version means a write that is no value of its own: through a view, or by a call that returned
+            # something else.
             if other._version == self._versions[self._values[other]]:
                 self._sums[value, call.number] = self._values[other]
         if call.func is F.batch_norm and _fusable(_Norm(*call.args, **call.kwargs)):
@@ -66,7 +72,7 @@ class ChainFinder:
             self._relus.add(call.number)
 
     def made(self, call: Call, result: Any) -> None:
-        """Note what a call has returned."""
+        """Record the value that a call returned."""
         if isinstance(result, Tensor) and not result.is_inference():
             self._values[result], self._versions[call.number] = call.number, result._version
 
@@ -75,8 +81,8 @@ class ChainFinder:
             self._exposed.add(self._values[tensor])
 
     def chains(self) -> tuple[Chain, ...]:
-        """To be asked while the result of the forward is alive: what the caller gets is read by somebody."""
-        # Whatever a list, a hook or the caller still holds, they would find with another value.
+        """The chains; to be called while the result of the forward is alive."""
+        # Values whose tensors are still alive (in a list, a hook, the caller) could be read later, so they end a chain.
         seen = self._exposed | set(self._values.values())
         grad_enabled = self._grad_enabled
         only = {
@@ -92,7 +98,7 @@ class ChainFinder:
                 return Chain(norm)
             if reader in self._relus:
                 return Chain(norm, relu=reader)
-            if residual is None or residual >= norm:  # what is added must be there already
+            if residual is None or residual >= norm:  # the other summand must exist when the batch norm is called
                 return Chain(norm)
             relu = only.get(reader)
             return Chain(norm, reader, residual, relu if relu in self._relus else None)
@@ -101,24 +107,24 @@ class ChainFinder:
 
 
 class _Computed(NamedTuple):
-    """A chain that is computed already, while its later calls are still to come."""
+    """The result of a chain whose later calls have not run yet."""
 
     out: Tensor
     residual: Tensor | None
 
 
 class ChainRunner:
-    """Runs the calls of a forward, with its chains fused."""
+    """Runs the calls of a forward with its chains fused."""
 
     def __init__(self, chains: Sequence[Chain]) -> None:
         self._chains = {chain.norm: chain for chain in chains}
         self._uses = Counter(chain.residual for chain in chains if chain.residual is not None)
         self._residuals: dict[int, Tensor] = {}
-        self._waiting: dict[int, _Computed] = {}  # by the number of the call to come
+        self._computed: dict[int, _Computed] = {}  # by the number of a later call
 
     def run(self, call: Call) -> Any:
-        computed = self._waiting.pop(call.number, None)
-        if any(t is other.out for t in call.operands for other in self._waiting.values() if other is not computed):
+        computed = self._computed.pop(call.number, None)
+        if any(t is other.out for t in call.operands for other in self._computed.values() if other is not computed):
             raise DivergedError(f"call {call.number} reads the result of a batch norm")
         if call.number in self._chains:
             result: Any = self._start(self._chains[call.number], _Norm(*call.args, **call.kwargs))
@@ -135,7 +141,7 @@ class ChainRunner:
         return result
 
     def _start(self, chain: Chain, norm: _Norm) -> Tensor:
-        """Compute a whole chain at its first call."""
+        """Compute a chain, at its first call."""
         if not norm.training:
             raise DivergedError(f"the batch norm of call {chain.norm} is in eval mode")
         residual = None
@@ -148,11 +154,11 @@ class ChainRunner:
         relu = chain.relu is not None
         out = batch_norm_act(x, residual, weight, bias, running_mean, running_var, momentum, eps, relu)
         later = [number for number in (chain.add, chain.relu) if number is not None]
-        self._waiting |= dict.fromkeys(later, _Computed(out, residual))
+        self._computed |= dict.fromkeys(later, _Computed(out, residual))
         return out
 
     def expose(self, tensor: Tensor) -> None:
-        if any(tensor is computed.out for computed in self._waiting.values()):
+        if any(tensor is computed.out for computed in self._computed.values()):
             raise DivergedError("the memory of a batch norm's result is read")
 
 
@@ -170,7 +176,7 @@ class _Norm(NamedTuple):
 
 
 def _addend(tensor: Tensor, call: Call) -> Tensor | None:
-    """What a call adds to `tensor`, if that is another one like it, and the sum goes into `tensor` or a new one."""
+    """The other summand of a sum, if it is like `tensor` and the result goes into `tensor` or a new tensor."""
     func, args, kwargs = call.func, call.args, call.kwargs
     if func not in ADDS or kwargs or len(args) != 2 or (func in ADDS_IN_PLACE and args[0] is not tensor):
         return None

@@ -1,6 +1,7 @@
-"""Depthwise convolutions by a kernel that does for all widths (`kernels.depthwise`); cuDNN would compile for each.
+"""A mode in which depthwise convolutions use one kernel for all widths (`kernels.depthwise`).
 
-The numbers are those of torch, up to rounding. Autocast does not know the kernel, so what it would cast is cast here.
+cuDNN compiles a kernel for every number of channels, and learned widths are new numbers at every structure update. The
+results are those of torch up to rounding. Autocast does not know the kernel, so this mode does the casts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from slimstart.steps.calls import Function, inside_checkpoint
 
 
 class AllWidths(TorchFunctionMode):
-    """Within, depthwise convolutions are done by the kernel, where it can. Modes that are to see them go inside."""
+    """Context in which the kernel computes depthwise convolutions, where it supports them.
+
+    A mode that has to see the calls must be entered inside: PyTorch asks the innermost mode first.
+    """
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -39,7 +43,7 @@ class _Conv(NamedTuple):
 
 
 def _convolved(conv: _Conv) -> Tensor | None:
-    """What a convolution gives, or None where the kernel cannot do it."""
+    """The result of a convolution, or None where the kernel does not support it."""
     x, weight, bias = conv[:3]
     plain = all(map(_is_plain, (x, weight, bias))) and not torch._C._are_functorch_transforms_active()
     if not plain or isinstance(conv.padding, str):
@@ -51,20 +55,20 @@ def _convolved(conv: _Conv) -> Tensor | None:
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
-    """Whether a tensor is torch's own, without a tangent: the kernel has no forward derivative."""
+    """Whether a tensor is no subclass and has no tangent: the kernel has no forward-mode derivative."""
     if tensor is None:
         return True
     return type(tensor) in (Tensor, nn.Parameter) and forward_ad.unpack_dual(tensor).tangent is None
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    """What torch understands: one number for both, alone or in a sequence, or one for each."""
+    """A setting for both dimensions, which torch accepts as a number or as a sequence of one or two."""
     numbers = value if isinstance(value, (tuple, list)) else [value]
     return int(numbers[0]), int(numbers[-1])
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """As autocast would."""
+    """The cast that autocast would do."""
     kind = tensor.device.type
     low = torch.is_autocast_enabled(kind) and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
     return tensor.to(torch.get_autocast_dtype(kind)) if low else tensor

@@ -1,8 +1,8 @@
-"""Learning from losses and drawing masks, on the host or on the device.
+"""Learning from losses, and drawing the next masks, on the host or on the device.
 
-The next masks are drawn as soon as s has been learned, at the beginning of a window: s does not change until its end.
-`advance` ends the window. It returns masks for the training to change to, or, where the device has done that by itself,
-None.
+The next masks are drawn as soon as s has been updated, at the beginning of a window; s does not change until its end.
+`advance` ends the window. It returns the masks of the next networks, or None where the device has already moved to
+them.
 """
 
 from __future__ import annotations
@@ -15,66 +15,66 @@ from torch import Tensor
 
 from slimstart.narrow import Networks
 from slimstart.policies import DeviceLearner, Learner
-from slimstart.steps.capture import Graphed
+from slimstart.steps.cuda_graph import Graphed
 
-LOOK_EVERY = 100  # draws, after which it is looked at whether less capacity would do
+LOOK_EVERY = 100  # draws between two checks whether less capacity is enough
 
 
 class Draw(NamedTuple):
-    """Masks (n, U) of the next window, and whether to find out if less capacity would do."""
+    """Masks (n, U) of the next window, and whether to check if less capacity is enough."""
 
     masks: Tensor
     look: bool
 
 
 class Drawing:
-    """On the host: any learner, any networks."""
+    """Learning and drawing on the host, for any learner and any networks."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
-        self.pending: Tensor | None = None  # masks that were drawn and wait for the end of the window
+        self.pending: Tensor | None = None  # masks for the next window
         self._num_draws = 0
 
     def learn(self, losses: Tensor) -> None:
-        """Learn from the losses (num_masks,) of the present networks, and draw the next."""
+        """Learn from the losses (num_masks,) of the present networks, and draw the next masks."""
         losses = losses.cpu()
-        if bool(losses.isfinite().all()):  # otherwise whoever computed them will say so
+        if bool(losses.isfinite().all()):  # the caller reports other losses
             self.learner.update(losses)
         self.pending = self.learner.draw()
 
     def advance(self) -> Draw | None:
-        """The next draw."""
+        """End the window; the next draw."""
         masks = self.learner.draw() if self.pending is None else self.pending
         self._num_draws += 1
         self.pending = None
         return Draw(masks, self._num_draws % LOOK_EVERY == 0)
 
     def end(self) -> None:
-        """There will be no other draw."""
+        """Drop the pending masks: nothing further is drawn."""
         self.pending = None
 
     def state(self) -> Any:
-        """Everything that `learn` and `advance` change, for `restore`."""
+        """All that `learn` and `advance` change, for `restore`."""
         return self.learner.state_dict(), self.pending, self._num_draws
 
     def restore(self, state: Any) -> None:
-        """Be as when `state` was called."""
+        """Inverse of `state`."""
         self.learner.load_state_dict(state[0])
         self.pending, self._num_draws = state[1:]
 
 
 class DeviceDrawing(Drawing):
-    """On a GPU: learning, drawing and moving are graphs, and the host looks only at whether a draw fits.
+    """Learning, drawing and moving of weights as CUDA graphs; the host reads only whether a draw fits the capacity.
 
-    Learning and drawing run on a stream of their own, in parallel with the backward. The host waits for the draw, which
-    is done long before the backward, and so never lets the device wait.
+    Learning and drawing run on a second stream, in parallel with the backward. The host waits for the draw, which ends
+    long before the backward, so the device never idles.
 
     Args:
-        learner: that can do without the host.
-        networks: static, with capacity to spare.
+        learner: learner that needs no host.
+        networks: static networks with spare capacity.
         losses: (num_masks,) float64, on the device; `learn` reads them there.
         ok: bool, on the device; where it is false nothing is learned.
-        stream: to run on.
+        stream: the second stream.
     """
 
     learner: DeviceLearner
@@ -90,11 +90,11 @@ class DeviceDrawing(Drawing):
         self._upload = torch.zeros(learner.numbers_shape, dtype=torch.float64).pin_memory()
         self._uploaded, self._drawn = torch.cuda.Event(), torch.cuda.Event()
         self._fits = torch.zeros((), dtype=torch.bool).pin_memory()
-        self._waiting = False  # whether a draw waits for the end of the window
-        self._made: _Graphs | None = None
+        self._is_drawn = False  # whether the masks of the next window are drawn
+        self._captured: _Graphs | None = None
 
     def learn(self, losses: Tensor) -> None:
-        if losses is not self._losses:  # of an eager step, which may have made the optimizer's state
+        if losses is not self._losses:  # from an eager step, which may have created optimizer state
             self._losses.copy_(losses)
             self._networks.refresh()
         self._launch(self._graphs.learn)
@@ -102,23 +102,23 @@ class DeviceDrawing(Drawing):
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def advance(self) -> Draw | None:
-        if not self._waiting:
+        if not self._is_drawn:
             self._launch(self._graphs.draw)
-        if not self._drawn.query():  # then there is time
+        if not self._drawn.query():  # use the waiting time
             self.learner.prepare()
         self._drawn.synchronize()
         torch.cuda.current_stream().wait_event(self._drawn)
-        self._waiting = False
+        self._is_drawn = False
         self._num_draws += 1
         if bool(self._fits) and self._num_draws % LOOK_EVERY:
-            self._networks.refresh()  # an eager step within the window may have made optimizer state
+            self._networks.refresh()  # an eager step within the window may have created optimizer state
             self._graphs.move()
             return None
         return Draw(self._networks.on_device.proposed_masks.clone(), look=True)
 
     def _launch(self, graph: Graphed) -> None:
-        """Run learning or drawing on the other stream, after everything that the current one has been given."""
-        self._uploaded.synchronize()  # the last numbers have long been taken over
+        """Run learning or drawing on the second stream, after all work that is queued on the current one."""
+        self._uploaded.synchronize()  # the pinned buffer must not change before its last copy has ended
         self._upload.copy_(self.learner.random_numbers())
         if torch.cuda.current_stream() != self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -127,31 +127,31 @@ class DeviceDrawing(Drawing):
             self._uploaded.record()
             graph()
             self._drawn.record()
-        self._waiting = True
+        self._is_drawn = True
 
     def end(self) -> None:
-        self._waiting = False
-        self._made = None
+        self._is_drawn = False
+        self._captured = None
 
     def state(self) -> Any:
-        return None  # what a device does alone is done by one launch, or not at all
+        return None  # one launch does all of it, so there is nothing to undo
 
     def restore(self, state: Any) -> None:
         pass
 
     @property
     def _graphs(self) -> _Graphs:
-        """Captured again for networks with other tensors."""
-        if self._made is None or self._made.version != self._networks.version:
-            warm = self._made is not None
+        """The graphs for the present tensors of the networks."""
+        if self._captured is None or self._captured.version != self._networks.version:
+            warm = self._captured is not None
             self._networks.refresh()
-            self._made = _Graphs(
+            self._captured = _Graphs(
                 version=self._networks.version,
                 learn=Graphed(self._learn, warm=warm),
                 draw=Graphed(self._draw),
                 move=Graphed(self._networks.on_device.move, warm=warm),
             )
-        return self._made
+        return self._captured
 
     def _learn(self) -> None:
         self.learner.learn_(self._losses, self._ok & torch.isfinite(self._losses).all())
@@ -164,11 +164,11 @@ class DeviceDrawing(Drawing):
     @property
     def pending(self) -> Tensor | None:
         self._drawn.synchronize()
-        return self._networks.on_device.proposed_masks.to("cpu", copy=True) if self._waiting else None
+        return self._networks.on_device.proposed_masks.to("cpu", copy=True) if self._is_drawn else None
 
     @pending.setter
     def pending(self, masks: Tensor | None) -> None:
-        self._waiting = masks is not None
+        self._is_drawn = masks is not None
         if masks is not None:
             self._networks.on_device.propose(masks.to(self._losses.device))
             self._fits.copy_(self._networks.on_device.proposed.fits)

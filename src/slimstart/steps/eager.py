@@ -1,32 +1,39 @@
-"""Running a loss function eagerly: forwards that leave no trace, and steps that fail without leaving one."""
+"""One eager step: what a loss function returns, the check of losses, gradients, clipping and the optimizers' steps.
+
+`SparseTraining.step` and captured steps use the same parts.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from slimstart.devices import cuda_devices
 from slimstart.errors import NonFiniteLossError
+from slimstart.steps.optimizers import complete_momentum
 
 LossFunction = Callable[..., Any]
 """Called as `loss_fn(net, *batch)`; returns the loss, or (loss, anything)."""
 
 
 NOTHING = object()
-"""In place of what a loss function may return with the loss."""
+"""Marks a loss function that returns only the loss."""
 
 
 def loss_of(result: Any) -> tuple[Tensor, Any]:
-    """The loss, and whatever else a loss function has returned, or `NOTHING`.
+    """The loss, and the other result of a loss function, or `NOTHING`.
 
     Raises:
-        TypeError: it has returned no scalar tensor.
+        TypeError: the loss is no scalar tensor.
     """
     loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, NOTHING)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -35,13 +42,15 @@ def loss_of(result: Any) -> tuple[Tensor, Any]:
     return loss, more
 
 
-def detached(more: Any, copy: bool = False) -> Any:
-    """What a loss function has returned beside the loss, without its graph."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone() if copy else tensor.detach(), more)
+def as_returned(loss: Tensor, more: Any, copy: bool = False) -> Any:
+    """The result of a step, in the form in which the loss function returned it, without an autograd graph."""
+    if more is NOTHING:
+        return loss
+    return loss, tree_map_only(Tensor, lambda t: t.detach().clone() if copy else t.detach(), more)
 
 
-def forward_without_trace(loss_fn: LossFunction, net: nn.Module, batch: Sequence[Any]) -> Tensor:
-    """The loss of a network, without gradient, and with the random numbers of the main forward left alone."""
+def forward_only(loss_fn: LossFunction, net: nn.Module, batch: Sequence[Any]) -> Tensor:
+    """The loss of a network without gradients; the global random generators are restored afterwards."""
     with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices(net)):
         return loss_of(loss_fn(net, *batch))[0]
 
@@ -50,26 +59,24 @@ def check_finite(step: int, *losses: Tensor | float, unchanged: str) -> None:
     """Refuse a loss (the first) or a reference loss (the others) that is NaN or infinite.
 
     Args:
-        step: for the message.
-        unchanged: for the message too: what has not been updated.
+        step: number of the step, for the message.
+        unchanged: subject and verb of what has not been updated, for the message.
+
+    Raises:
+        NonFiniteLossError: a loss is NaN or infinite.
     """
     for which, loss in zip(("loss", *["reference loss"] * len(losses)), losses, strict=False):
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         if not math.isfinite(value):
-            raise not_finite(which, value, step, unchanged)
-
-
-def not_finite(which: str, value: float, step: int, unchanged: str) -> NonFiniteLossError:
-    """The error to raise; its arguments are those of `check_finite`."""
-    return NonFiniteLossError(
-        f"the {which} is {value} at step {step}; {unchanged} as before. "
-        "Lower the learning rate, clip gradients, or go back to a checkpoint"
-    )
+            raise NonFiniteLossError(
+                f"the {which} is {value} at step {step}; {unchanged} as before. "
+                "Lower the learning rate, clip gradients, or go back to a checkpoint"
+            )
 
 
 @contextmanager
 def undoing_statistics(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Put normalisation statistics back if a loss turns out not to be finite."""
+    """Restore normalisation statistics if a loss in the block is not finite."""
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -77,3 +84,74 @@ def undoing_statistics(buffers: Sequence[Tensor]) -> Iterator[None]:
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
         raise
+
+
+@dataclass(frozen=True)
+class Backward:
+    """From a loss to new weights: backward, clipping and the optimizers' steps.
+
+    Attributes:
+        optimizers: optimizers of the network that is trained.
+        max_grad_norm: maximum norm of all gradients together; None for no clipping.
+        scaler: gradient scaler for float16, which skips a step with infinite gradients.
+        also: further update from the same gradients, called after the optimizers' steps with a bool scalar on the
+            device; where that is false, it must change nothing.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+    max_grad_norm: float | None = None
+    scaler: GradScaler | None = None
+    also: Callable[[Tensor], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaler is not None and not self.scaler.is_enabled():
+            object.__setattr__(self, "scaler", None)
+
+    def __call__(self, loss: Tensor) -> None:
+        """Update the weights."""
+        self.gradients(loss)
+        for optimizer in self.optimizers:
+            complete_momentum(optimizer)  # a parameter may have been unfrozen
+        self.step(torch.isfinite(loss.detach()))
+
+    def gradients(self, loss: Tensor) -> None:
+        """Replace the gradients by those of a loss."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, ok: Tensor) -> None:
+        """Clip the gradients and let the optimizers step.
+
+        Args:
+            ok: whether the loss is finite; for `also`.
+        """
+        if self.max_grad_norm is not None:
+            if self.scaler is not None:
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
+            parameters = [
+                p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+            ]
+            torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+        if self.also is not None:
+            self.also(ok)
+
+    def reset_scaler(self) -> None:
+        """After a step that failed halfway: otherwise the scaler takes the next step for the rest of it."""
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler._per_optimizer_states.pop(id(optimizer), None)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one optimizer of captured steps."""
+        (only,) = self.optimizers
+        return only

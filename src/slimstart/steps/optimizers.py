@@ -1,12 +1,18 @@
-"""What an optimizer needs to be captured: the learning rate in a tensor, and a way to skip a bad step on the device.
+"""The user's optimizers: hooks around their steps, and what a captured step needs of them.
 
-PyTorch's fused optimizers have both. Others are run eagerly between graphs.
+With several optimizers (Muon for matrices, AdamW for the rest) an iteration ends when the last of them has stepped, or,
+where one of them steps less often, when another one is about to step again. Gradients that an optimizer has not used
+yet must survive a change of structure: of an optimizer that steps less often, or whose step a gradient scaler skipped.
+
+A CUDA graph holds an optimizer's step only if the learning rate is a tensor and a bad step can be skipped on the
+device. PyTorch's fused SGD, Adam and AdamW have both; with any other optimizer, steps run eagerly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +23,156 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 FUSED = (SGD, Adam, AdamW)
 
 
-def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
-    """Make an optimizer use its fused kernels, if it has some; returns whether its step can be captured.
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+class StepHooks:
+    """Hooks on optimizers that report every step and every end of an iteration, until `remove`.
 
     Args:
-        device: where its parameters will be, if not where they are.
+        optimizers: one or several optimizers of one model.
+        before_step: called with an optimizer that is about to step and has its gradients; with a closure, after it.
+        end_iteration: called when an iteration has ended; with False where gradients still wait for another step.
+        no_gradients_wait: called after a step within an iteration that leaves no unused gradients.
+
+    Attributes:
+        capturing: whether a CUDA graph is being captured. A captured step ends no iteration, and no tensor may be read.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        before_step: Callable[[Optimizer], None],
+        end_iteration: Callable[[bool], None],
+        no_gradients_wait: Callable[[], None],
+    ) -> None:
+        self._optimizers = tuple(optimizers)
+        self._before_step, self._end_iteration = before_step, end_iteration
+        self._no_gradients_wait = no_gradients_wait
+        self._used: dict[int, list[tuple[int, int]]] = {}  # by optimizer, the gradients of its last step
+        self._stepped: set[int] = set()
+        self._skipped: set[int] = set()
+        self.capturing = False
+        self._handles = [
+            handle
+            for optimizer in self._optimizers
+            for handle in (optimizer.register_step_pre_hook(self._pre), optimizer.register_step_post_hook(self._post))
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the step that is about to run is the first of its iteration."""
+        return not self._stepped
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step that is about to run is the last of its iteration."""
+        return len(self._stepped) >= len(self._optimizers) - 1
+
+    def _pre(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_nested(optimizer):
+            return None
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+            self._end_iteration(False)
+        if self._is_skipped(optimizer):
+            self._skipped.add(id(optimizer))
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._before_step(optimizer)
+            return None
+        reported = False
+
+        def reporting_closure() -> Any:
+            nonlocal reported
+            loss = closure()
+            if not reported:
+                self._before_step(optimizer)
+                reported = True
+            return loss
+
+        if len(args) > 1:
+            return (args[0], reporting_closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": reporting_closure}
+
+    def _is_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether a gradient scaler turns the step of a fused optimizer into a no-op, after infinite gradients."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        return isinstance(found_inf, Tensor) and not self.capturing and bool(found_inf)
+
+    def _post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.capturing or _is_nested(optimizer):
+            return
+        if id(optimizer) in self._skipped:
+            self._skipped.discard(id(optimizer))
+            return
+        self._stepped.add(id(optimizer))
+        if len(self._optimizers) == 1:
+            self._stepped.clear()
+            self._end_iteration(True)
+            return
+        self._used[id(optimizer)] = _gradients(optimizer)
+        waiting = any(_gradients(one) not in (self._used.get(id(one)), []) for one in self._optimizers)
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self._end_iteration(not waiting)
+        elif not waiting:
+            self._no_gradients_wait()
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], pretrained: bool | None) -> None:
+    """Refuse optimizers of another training.
+
+    Raises:
+        ValueError: an optimizer has `StepHooks` already, or has state where `pretrained` is False.
+    """
+    hooks = [hook for one in optimizers for hook in one._optimizer_step_pre_hooks.values()]
+    if any(isinstance(getattr(hook, "__self__", None), StepHooks) for hook in hooks):
+        raise ValueError(
+            "`optimizer` is in a SparseTraining already; give every model an optimizer of its own, or put the "
+            "models into one module"
+        )
+    if pretrained is False and any(one.state for one in optimizers):
+        raise ValueError(
+            "`pretrained` is False, but the optimizer has state; make a new one, or leave `pretrained` out"
+        )
+
+
+def _gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Identities and versions of an optimizer's gradients; another list once a backward has added to them."""
+    held = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [(id(grad), grad._version) for grad in held if grad is not None]
+
+
+def _is_nested(optimizer: Optimizer) -> bool:
+    """Whether the hook that asks runs within another step of the same optimizer, which calls the same hooks.
+
+    In a subclass that calls `super().step()`, PyTorch adds the hooks to both methods. A counter would be wrong after an
+    error in a step, which calls no hook; the stack is not.
+    """
+    hooked = sys._getframe(2)  # PyTorch's wrapper around `step`
+    outer = hooked.f_back
+    while outer is not None:
+        if outer.f_code is hooked.f_code and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
+
+
+# --- fused kernels ----------------------------------------------------------------------------------------------------
+
+
+def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
+    """Switch an optimizer to its fused kernels, if it has some; returns whether its step can be captured.
+
+    Args:
+        device: future device of the parameters, if it is not the present one.
     """
     if type(optimizer) not in FUSED:
         return False
@@ -37,26 +188,33 @@ def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
         group["fused"], group["foreach"] = True, False
         if "capturable" in group:
             group["capturable"] = True
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as its constructor would say
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # the constructor sets it with `fused`
     for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):  # which lies on the CPU until the fused kernels need it
+        if isinstance(state.get("step"), Tensor):  # fused kernels need it on the device; the others keep it on the CPU
             state["step"] = state["step"].to(device, torch.float32)
     return True
 
 
-def has_begun(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has made its state, which must not happen while a step is captured."""
+def unfuse(optimizer: Optimizer) -> None:
+    """Undo settings that only a GPU supports, after a state dict from a GPU was loaded on another device."""
+    for group in optimizer.param_groups:
+        if group.get("capturable") and not all(p.is_cuda for p in group["params"]):
+            group["capturable"] = False
+
+
+def has_state(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has created its state, which must not happen during a capture."""
     return all(
         any(isinstance(value, Tensor) for p in group["params"] for value in optimizer.state.get(p, {}).values())
         for group in optimizer.param_groups
-        if group.get("momentum", 1) != 0  # SGD without momentum has none
+        if group.get("momentum", 1) != 0  # SGD without momentum has no state
     )
 
 
-def complete(optimizer: Optimizer) -> None:
-    """Give SGD the momentum that some parameters lack: its fused kernels want it of all with a gradient, or of none.
+def complete_momentum(optimizer: Optimizer) -> None:
+    """Give SGD the missing momentum buffers: its fused kernels need them for all parameters with a gradient, or none.
 
-    Zeros are what the first step of such a parameter would begin with, where nothing is dampened.
+    Zeros are what the first step of such a parameter would start from, without dampening.
     """
     if type(optimizer) is not SGD:
         return
@@ -69,13 +227,6 @@ def complete(optimizer: Optimizer) -> None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def unfuse(optimizer: Optimizer) -> None:
-    """Take back what only a GPU understands: settings that came with a state dict from one."""
-    for group in optimizer.param_groups:
-        if group.get("capturable") and not all(p.is_cuda for p in group["params"]):
-            group["capturable"] = False
-
-
 class CapturedRates:
     """Learning rates as tensors that a graph reads, kept equal to those in the optimizer's groups."""
 
@@ -85,7 +236,7 @@ class CapturedRates:
         self._values: list[float] = []
 
     def follow(self) -> None:
-        """Take over what a scheduler has set since."""
+        """Copy the learning rates that a scheduler has set since the last call."""
         for _ in self._optimizer.param_groups[len(self._rates) :]:
             self._rates.append(torch.zeros((), device=self._device))
             self._values.append(math.nan)
@@ -100,7 +251,7 @@ class CapturedRates:
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:
-        """The tensors stand in for the numbers, while a step is captured."""
+        """Put the tensors in place of the numbers, for a capture."""
         self.follow()
         groups = self._optimizer.param_groups
         values = [group["lr"] for group in groups]

@@ -1,4 +1,4 @@
-"""Training of a network whose structure does not change, on the same engine: what ours is compared with."""
+"""Training of a network whose structure does not change, on the same engine, for comparisons."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from slimstart.distributed.process_group import num_examples, ranks_of, reporting, running_statistics
-from slimstart.steps.backward import Backward
-from slimstart.steps.choice import choose
-from slimstart.steps.eager import NOTHING, LossFunction, detached, loss_of
+from slimstart.distributed.process_group import num_examples, process_group, reporting, running_statistics
+from slimstart.steps.eager import Backward, LossFunction, as_returned, loss_of
+from slimstart.steps.engine import Stepping, choose
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import fuse as fuse_optimizer
 from slimstart.steps.optimizers import unfuse
-from slimstart.steps.stepping import Stepping
 
 
 class PlainTraining(Stepping):
     """Steps of one network; on a GPU as CUDA graphs.
 
     Args:
-        net: changed in place. `DistributedDataParallel` makes several ranks train as one, by eager steps.
-        optimizer: over its parameters.
+        net: the network, which is trained in place; with `DistributedDataParallel` by eager steps.
+        optimizer: optimizer of its parameters.
         engine: "eager", "graphs", or "auto": graphs on a GPU.
-        max_grad_norm: the norm of all gradients together is clipped at this.
-        fuse: join batch norm with the ReLU and the sum behind it; in graphs.
-        also: as for `Backward`.
+        max_grad_norm: maximum norm of all gradients together.
+        fuse: whether captured steps fuse each batch norm with the sum and the ReLU after it.
+        also: further update from the same gradients, see `Backward`.
 
     Attributes:
-        num_steps: taken so far.
-        num_examples: of the last step, over all ranks.
+        num_steps: number of steps taken.
+        num_examples: number of examples in the last step, over all processes.
     """
 
     _unchanged = "weights are"
@@ -50,11 +49,11 @@ class PlainTraining(Stepping):
         also: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.net, self.num_steps, self.num_examples = net, 0, 0.0
-        self.ranks = ranks_of(net)
-        self.ranks.broadcast_([*net.parameters(), *net.buffers()])
+        self.process_group = process_group(m for m in net.modules() if isinstance(m, DistributedDataParallel))
+        self.process_group.broadcast_([*net.parameters(), *net.buffers()])
         self._backward = Backward((optimizer,), max_grad_norm, also=also)
         device = next(net.parameters()).device
-        chosen, self._eager = choose(engine if self.ranks.size == 1 else "eager", optimizer, device)
+        chosen, self._eager = choose(engine if self.process_group.size == 1 else "eager", optimizer, device)
         self._steps = None
         if chosen == "eager":
             optimizer.register_load_state_dict_post_hook(unfuse)
@@ -68,8 +67,8 @@ class PlainTraining(Stepping):
         """One step of gradient descent; returns the detached loss.
 
         Raises:
-            NonFiniteLossError: in graphs, a step or two after a loss that was not finite; nothing has changed since.
-                Eager steps do not look.
+            NonFiniteLossError: with graphs, a step or two after a loss that was not finite, with no change since. Eager
+                steps do not check.
         """
         self._check()
         kind = None if self._steps is None else self._steps.find(loss_fn, batch)
@@ -85,15 +84,15 @@ class PlainTraining(Stepping):
         with reporting():
             with self._kernels:
                 loss, more = loss_of(loss_fn(self.net, *batch))
-            statistics = running_statistics(self.net) if self.ranks.size > 1 else ()
-            found = self.ranks.average([loss], self.num_examples, statistics)
+            statistics = running_statistics(self.net) if self.process_group.size > 1 else ()
+            found = self.process_group.average([loss], self.num_examples, statistics)
             self._backward(loss if found.weight == 1 else found.weight * loss)
         self.num_examples = found.num_examples
-        return found.losses[0].detach() if more is NOTHING else (found.losses[0].detach(), detached(more))
+        return as_returned(found.losses[0].detach(), more)
 
 
 class _Subject:
-    """A network alone, as the subject of captured steps."""
+    """A network without references, as the subject of captured steps."""
 
     static_references: Sequence[tuple[Callable[[], None], nn.Module]] = ()
 
@@ -101,7 +100,7 @@ class _Subject:
         self.module, self.version = module, 0
 
     def exchanged(self, optimizer: Optimizer) -> None:
-        """The optimizer has loaded a state dict: it has other tensors now, and the settings of where it was saved."""
+        """Hook for an optimizer that has loaded a state dict: its tensors are new, its settings those of the dict."""
         fuse_optimizer(optimizer)
         self.version += 1
 

@@ -1,16 +1,17 @@
-r"""Unit gradients: how the loss changes with each unit, from the gradients that a step has anyway.
+r"""Unit gradients: the derivative of the loss by a gate at each unit, from the gradients of the weights.
 
-All that other layers read of a unit goes through columns of their weights, so a gate a at the unit is a factor of those
-columns, and at a = 1
+Other layers read a unit through columns of their weights, so a gate a at the unit is a factor of those columns, and at
+a = 1
 
 .. math:: \partial L / \partial a = \sum_{\text{columns}} w \cdot \partial L / \partial w .
 
-A hook of the user's own optimizer computes it before every step, so it happens in any loop, and in a CUDA graph that
-holds the optimizer's step.
+A hook on the user's optimizer computes it before every step, so it works in any loop, and in a CUDA graph of the
+optimizer's step.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,20 +28,25 @@ from slimstart.inputs import as_call
 from slimstart.narrow import Networks
 from slimstart.narrow.compact import tensor_places
 from slimstart.narrow.optimizer_state import held_by
+from slimstart.policies import GradientLearner, Learner
 from slimstart.steps import calls
+from slimstart.steps.wrappers import uncompiled
+
+logger = logging.getLogger(__name__)
 
 
 class UnitGradients:
     """Gradients of a gate at every unit, summed over the optimizers of an iteration.
 
     Args:
-        graph: of the model, with coupling "stream".
-        model: the dense one, which is run once on `example_inputs`.
-        optimizers: over its parameters.
+        graph: graph of the model, with coupling "stream".
+        model: the dense model, which is run once on `example_inputs`.
+        optimizers: optimizers of its parameters.
+        example_inputs: inputs of the model.
 
     Attributes:
-        unobservable: (U,) bool, units whose gradient will not be known: something reads them, or may read them, that is
-            not the weight of a layer in the optimizers.
+        unobservable: (U,) bool, units without a known gradient: something reads them, or may read them, that is not the
+            weight of a layer in the optimizers.
 
     Raises:
         ValueError: the coupling is another one.
@@ -63,23 +69,49 @@ class UnitGradients:
         self.unobservable = _unobservable(graph, model, example_inputs, found, self._readers)
         self._sum: Tensor | None = None
 
+    @classmethod
+    def for_learner(
+        cls,
+        learner: Learner,
+        graph: ChannelGraph,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        example_inputs: Any,
+    ) -> UnitGradients:
+        """Unit gradients for a learner, in which the widths of unobservable units are frozen.
+
+        Raises:
+            TypeError: the learner cannot learn from gradients.
+        """
+        if not isinstance(learner, GradientLearner):
+            raise TypeError("`policy` learns from gradients, but its learner has no `freeze`, `to` and `observe_`")
+        with uncompiled():
+            gradients = cls(graph, model, optimizers, example_inputs)
+        learner.freeze(gradients.unobservable)
+        if bool(gradients.unobservable.all()):
+            logger.warning(
+                "no width can be learned: every channel group is read by something other than a trained Conv or "
+                "Linear layer"
+            )
+        return gradients
+
     def prepare(self, networks: Networks) -> None:
-        """Have everything on the device that `add` needs, so that it can be captured."""
+        """Create the tensors on the device that `add` needs, so that it can be captured."""
         for reader in self._readers:
             networks.units_along(reader.axis)
 
     @torch.no_grad()
     def add(self, optimizer: Optimizer, networks: Networks) -> None:
-        """Take the gradients of one optimizer's parameters, just before it steps."""
+        """Add the gradients of one optimizer's parameters, just before it steps."""
         parameters = networks.parameters
         if not all(parameters[reader.weight].requires_grad for reader in self._readers):
-            self._sum = None  # something has been frozen since: a part of the sum would mislead
+            self._sum = None  # a layer has been frozen: a part of the sum would be misleading
             return
         own = held_by([optimizer])
         columns, units = [], []
         for reader in self._readers:
             weight = parameters[reader.weight]
-            if weight.grad is not None and id(weight) in own:  # no gradient where it took no part in this step
+            if weight.grad is not None and id(weight) in own:  # an unused layer has no gradient
                 others = [dim for dim in range(weight.dim()) if dim != reader.dim]
                 kind = torch.promote_types(weight.dtype, torch.float32)
                 columns.append((weight * weight.grad).sum(others, dtype=kind).double())
@@ -88,13 +120,13 @@ class UnitGradients:
             return
         gradients = torch.zeros(self._num_units + 1, dtype=torch.float64, device=columns[0].device)
         gradients.index_add_(0, torch.cat(units), torch.cat(columns))
-        gradients = gradients[:-1]  # the last is for what always stays
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it later, by itself
+        gradients = gradients[:-1]  # the last entry is for channels of no unit
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel, later
         gradients = gradients if scale is None else gradients / scale
         self._sum = gradients if self._sum is None else self._sum + gradients
 
     def take(self) -> Tensor | None:
-        """(U,) float64 of the iteration, if anything was seen; the next one begins."""
+        """(U,) float64, the sum of the iteration, or None; the next iteration begins."""
         found, self._sum = self._sum, None
         return found
 
@@ -102,14 +134,14 @@ class UnitGradients:
 def _unobservable(
     graph: ChannelGraph, model: nn.Module, example_inputs: Any, found: list[Reader], observed: list[Reader]
 ) -> Tensor:
-    """(U,) bool: units that something reads, or may read, which is not observed; and those that nothing reads.
+    """(U,) bool: units with a reader, certain or possible, that is not observed; and units without a reader.
 
     Args:
-        example_inputs: for the model.
-        found: all weights that are known to read.
-        observed: those of them whose gradients will be seen.
+        example_inputs: inputs of the model.
+        found: all weights that certainly read units.
+        observed: the weights among them whose gradients are observed.
     """
-    mark = torch.ones(graph.num_units + 1, dtype=torch.bool)  # the last stands for what always stays
+    mark = torch.ones(graph.num_units + 1, dtype=torch.bool)  # the last entry is for channels of no unit
     for reader in found:
         mark[reader.units] = False
     for reader in found:
@@ -122,7 +154,7 @@ def _unobservable(
 
 
 def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any, known: set[str]) -> Iterator[str]:
-    """Names of matrices with channels that are used in other ways than as the weight of a known layer."""
+    """Names of matrices with channels that are used in another way than as the weight of a known layer."""
     places, modules = tensor_places(model), dict(model.named_modules(remove_duplicate=False))
     uses = _run(model, example_inputs)
     for name, parameter in model.named_parameters():
@@ -135,7 +167,7 @@ def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any,
 
 
 class _Uses(TorchFunctionMode):
-    """Notes parameters that are used in other ways than as the weight of a layer; their ids are in `others`."""
+    """Mode that collects, in `others`, the ids of parameters that are used in another way than as a layer's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,19 +175,19 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):  # its shape, or its type, is no use of it
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):  # not a query of a shape or a type
             rest = (args[:1], args[2:], kwargs) if func in calls.LAYER_FUNCTIONS else (args, kwargs)
             self.others |= {id(leaf) for leaf in tree_leaves(rest) if isinstance(leaf, nn.Parameter)}
         return found
 
 
 def _run(model: nn.Module, example_inputs: Any) -> _Uses:
-    """See how a model uses its parameters."""
+    """Find out how a model uses its parameters."""
     modes = {module: module.training for module in model.modules()}
     (args, kwargs), uses = as_call(example_inputs), _Uses()
     model.eval()
     try:
-        # With gradients: without them PyTorch runs some layers as one, and nothing is seen of their weights.
+        # With gradients: without them PyTorch fuses some layers (a transformer's), and hides their weights.
         with torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)), uses:
             model(*args, **kwargs)
     finally:

@@ -1,7 +1,7 @@
-"""What users put around a model, `DistributedDataParallel` and `torch.compile`: it follows when shapes change.
+"""Wrappers of a model, `DistributedDataParallel` and `torch.compile`, and how they follow a change of shapes.
 
-A wrapper may be made before the `SparseTraining` or after it, so it is looked for when it matters: at the first step,
-and at every change of structure.
+A wrapper may be made before or after the `SparseTraining`, so the search for it is repeated: in the constructor, at the
+first step, and at every change of structure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.nn.modules.module import _global_module_registration_hooks, register_
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from slimstart.distributed.process_group import ProcessGroup
+from slimstart.narrow.hooks import hooks_in
 
 _REFUSED = {
     "FullyShardedDataParallel": "FSDP shards parameters, so their channels are not in one place",
@@ -43,10 +44,11 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot follow a change of shapes, by name, and say what to do.
+    """Refuse a model that cannot follow a change of shapes; the error says what to do.
 
     Raises:
-        TypeError: the model is wrapped or parametrised in a way that cannot follow.
+        TypeError: the model has a wrapper, a parametrisation or a type of tensor that cannot follow.
+        ValueError: it is in a SparseTraining already, or its `DistributedDataParallel` has an unsupported option.
     """
     for name, module in model.named_modules():
         where = f"{name!r} of `model`" if name else "`model`"
@@ -60,29 +62,34 @@ def check_model(model: nn.Module) -> None:
             )
     for name, parameter in model.named_parameters():
         plain = type(parameter.data) is torch.Tensor
-        if not (plain and (parameter.is_floating_point() or parameter.is_complex())):  # packed integers, say
+        if not (plain and (parameter.is_floating_point() or parameter.is_complex())):  # packed integers, for example
             kind = type(parameter if plain else parameter.data).__name__
             raise TypeError(
                 f"{name!r} of `model` is a {kind} in {parameter.dtype}, which cannot be narrowed; slimstart trains "
                 "plain floating-point parameters"
             )
+    for ddp in data_parallel_around(model, search=True):
+        check_data_parallel(ddp)
+    if any(not hook.is_inert for hook in hooks_in(model)):
+        raise ValueError("`model` is in a SparseTraining already; call its `finish` first, or make a new model")
 
 
-COMPILED = 8  # times that Dynamo compiles a module by default, before it runs it eagerly
+COMPILED = 8  # Dynamo's default limit of compilations of a module; beyond it, the module runs eagerly
 
 _known: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def data_parallel_around(model: nn.Module, search: bool = False) -> list[DistributedDataParallel]:
-    """Every `DistributedDataParallel` that averages gradients of a model.
+    """All `DistributedDataParallel` wrappers of a model.
 
     Args:
-        search: find those that there are, which takes some milliseconds; those that are made later are then known.
+        search: whether to search all of Python's objects, which takes some milliseconds. Wrappers that are made after
+            the first search are known without another one.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
     if search:
-        # PyTorch keeps no list of wrappers, and a module does not know what is around it. But it tells of new ones.
+        # PyTorch keeps no list of wrappers, and a module does not know its wrapper. But there is a hook for new ones.
         if _notice not in _global_module_registration_hooks.values():
             register_module_module_registration_hook(_notice)
         classes = _with_subclasses(DistributedDataParallel)
@@ -100,15 +107,27 @@ def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
     return {cls}.union(*map(_with_subclasses, below))
 
 
-def process_group(wrappers: list[DistributedDataParallel]) -> ProcessGroup:
-    """The processes that wrappers average gradients over."""
-    for ddp in wrappers:
-        return ProcessGroup(weakref.ref(ddp.process_group), next(ddp.parameters()).device)
-    return SINGLE_PROCESS
+def network_of(given: nn.Module, model: nn.Module, group: ProcessGroup) -> nn.Module:
+    """The module to call in a step: the model in the wrapper in which the user gave it, or that averages gradients.
+
+    Raises:
+        RuntimeError: several processes train together, and there is no wrapper directly around the model.
+    """
+    if given is not model and unwrapped_model(given) is model:
+        return given
+    if group.size == 1:
+        return model
+    for ddp in data_parallel_around(model):
+        if unwrapped_model(ddp) is model:
+            return ddp
+    raise RuntimeError(
+        "`step` finds no DistributedDataParallel around the model itself, so gradients would not be averaged; make "
+        "one and keep it, or write the loop by hand"
+    )
 
 
 def check_data_parallel(ddp: DistributedDataParallel) -> None:
-    """Refuse options that keep tensors of the present shapes, or that processes cannot change together with.
+    """Refuse options that keep tensors of fixed shapes, or with which processes cannot change at the same step.
 
     Raises:
         ValueError: an option of the wrapper is not supported.
@@ -129,15 +148,16 @@ def check_data_parallel(ddp: DistributedDataParallel) -> None:
 
 
 def rebuild(ddp: DistributedDataParallel) -> None:
-    """Let a wrapper reduce gradients of the present shapes: the same object, options and communication hooks.
+    """Replace the reducer of a wrapper after a change of shapes; the wrapper, its options and its hooks remain.
 
-    Its reducer holds buckets, and hooks on gradient accumulators, of the shapes that parameters had when it was made.
-    So it gets another one, as PyTorch does when a wrapper is unpickled.
+    The reducer is C++. It allocates flat buckets for the shapes that parameters have when it is made, and registers
+    hooks on their gradient accumulators; both are useless for other shapes, and nothing resizes them. PyTorch itself
+    makes a new reducer where a wrapper is unpickled, and these are the same calls.
     """
     wrapper: Any = ddp
     hook_name = wrapper._get_ddp_logging_data().get("comm_hook", "") if wrapper.logger is not None else ""
     if wrapper.reducer is not None:
-        wrapper.reducer._remove_autograd_hooks()
+        wrapper.reducer._remove_autograd_hooks()  # otherwise gradients would also go into the old buckets
     wrapper.reducer = wrapper.logger = None
     parameters, sparse = wrapper._build_params_for_reducer()
     names = wrapper._build_debug_param_to_name_mapping(parameters)
@@ -146,6 +166,7 @@ def rebuild(ddp: DistributedDataParallel) -> None:
         wrapper._static_graph_delay_allreduce_enqueued = False
         wrapper.reducer._set_static_graph()
         wrapper.logger._set_static_graph()
+    # After its first step a reducer rearranges its buckets by the order in which gradients arrived: let it do so again.
     wrapper._has_rebuilt_buckets = wrapper._lazy_init_ran = False
     for hook, state in wrapper._comm_hooks:
         _forget_buckets(state)
@@ -159,21 +180,21 @@ def rebuild(ddp: DistributedDataParallel) -> None:
 
 
 def _forget_buckets(state: Any) -> None:
-    """PowerSGD keeps an error, and factors, of the shape of every bucket; it begins them again where it has none."""
+    """Drop the errors and factors that PowerSGD keeps for every bucket; it starts with new ones where it has none."""
     if type(state).__name__ == "PowerSGDState":
         for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
             getattr(state, name).clear()
-        # As after its start, because a new wrapper arranges its buckets once more after the first step.
+        # Two plain steps first: the reducer rearranges its buckets after the first one, and shapes would differ.
         state.iter = min(state.iter, state.start_powerSGD_iter - 2)
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within, compiled modules run as they are written.
+    """Context in which compiled modules run eagerly.
 
-    Under a mode that watches operations, Dynamo would compile for that mode, or give up on a module for good.
+    Under a torch function mode, Dynamo would compile for that mode, or give up on a module permanently.
     """
-    if "torch._dynamo" not in sys.modules:  # then nothing has been compiled, and the import takes seconds
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import would take seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -181,10 +202,10 @@ def uncompiled() -> Iterator[None]:
 
 
 def allow_recompilation() -> None:
-    """After a change of structure models are compiled again, which must not count against Dynamo's limits.
+    """Raise Dynamo's limits of compilations at a change of structure, after which models are compiled again.
 
-    Beyond them (eight for a module, 256 for code that modules share), Dynamo runs a frame eagerly. Every structure may
-    be compiled as often as a model by default: in training, in evaluation, with other batches.
+    Beyond its limits (eight for a module, 256 for code that modules share), Dynamo runs a frame eagerly. With this,
+    every structure may be compiled as often as an ordinary model: in training, in evaluation, with other batches.
     """
     if "torch._dynamo" in sys.modules:
         config = sys.modules["torch._dynamo"].config

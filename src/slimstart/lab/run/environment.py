@@ -20,7 +20,7 @@ from slimstart import __version__
 from slimstart.errors import ConfigError
 from slimstart.lab import data
 from slimstart.lab.recipes.recipe import Recipe
-from slimstart.steps.choice import ENGINES
+from slimstart.steps import ENGINES
 
 BATCH_NORMS = ("synchronised", "per-rank")
 

@@ -23,7 +23,7 @@ from slimstart.lab.run.fixed import Stage, Staged
 from slimstart.lab.run.method import Batch, Loss
 from slimstart.lab.run.train_cost import Ledger, formula_flops
 from slimstart.narrow import compact, recalibrate
-from slimstart.steps.least_loss import least_loss
+from slimstart.steps.final_mask import least_loss
 
 NUM_BATCHES = 4  # by which a mask is chosen
 

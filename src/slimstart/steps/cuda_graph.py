@@ -1,8 +1,8 @@
-"""Functions that run as CUDA graphs: once as they are, then captured, then replayed without Python.
+"""CUDA graphs of Python functions: run once, then captured, then replayed without Python.
 
-A captured function has no arguments and no result: it reads and writes tensors that stay where they are. Its first call
-runs it as it is, which also warms up what it uses (libraries, kernels, lazily made state); the second captures it.
-Capturing executes nothing, so the captured call is replayed at once.
+A captured function has no arguments and no result: it reads and writes tensors at fixed addresses. Its first call runs
+it directly, which also warms up what it uses (libraries, kernels, lazily created state); the second call captures it.
+A capture executes nothing, so the captured call is replayed at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Graphed:
     """A function that is captured at its second call.
 
     Args:
-        function: works on tensors that stay where they are, on the current stream, and asks no tensor for its value.
-        warm: capture at the first call already; for whoever has run the function before.
+        function: works on tensors at fixed addresses, on the current stream, and reads no value on the host.
+        warm: whether to capture at the first call, because the function has run before.
     """
 
     def __init__(self, function: Callable[[], Any], warm: bool = False) -> None:
@@ -43,27 +43,29 @@ class Graphed:
 def capture(function: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
     """Capture what a function would launch; nothing is executed.
 
-    `torch.cuda.graph` would empty the allocator's cache before, which costs more than many a training step; here it is
-    emptied where memory is scarce.
+    `torch.cuda.graph` empties the allocator's cache first, which takes longer than many training steps. Here the cache
+    is emptied only where memory is scarce.
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
-    if is_scarce():  # what lies in the cache is lost to the pool of a graph
+    if is_scarce():  # the pool of a graph cannot use the allocator's cache
         torch.cuda.empty_cache()
+    # The graph would read a cast that was cached before the capture, and would not contain the cast itself.
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # a cast that was cached before would be missing in the graph
+    torch.set_autocast_cache_enabled(False)
     try:
         with torch.cuda.stream(_stream()):
+            # "thread_local": a data loader's pinning thread may call CUDA during the capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 function()
             except BaseException:
-                with suppress(RuntimeError):  # the capture is broken, and says so once more
+                with suppress(RuntimeError):  # the broken capture raises once more
                     graph.capture_end()
                 raise
             graph.capture_end()
     except BaseException:
-        # PyTorch goes on to allocate from the pool of a capture that broke off, until it is told not to.
+        # After a failed capture PyTorch would go on allocating from its pool.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise
@@ -73,7 +75,7 @@ def capture(function: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGra
 
 
 def is_scarce() -> bool:
-    """Whether more of what is free lies in the allocator's cache than outside of it."""
+    """Whether the allocator's cache holds more of the free memory than the device does."""
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return 2 * cached > free_on_device()
 
@@ -82,7 +84,11 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 
 def _stream() -> torch.cuda.Stream:
-    """One stream per device for all captures: gradients are accumulated on the stream of their forward."""
+    """The stream for all captures on a device.
+
+    There is one, because autograd accumulates gradients on the stream of the forward: a backward that is captured on
+    another stream would depend on work outside of its graph.
+    """
     device = torch.cuda.current_device()
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
@@ -90,7 +96,7 @@ def _stream() -> torch.cuda.Stream:
 
 
 class Pool:
-    """Memory for graphs. PyTorch gives a pool up for ever with its last graph, so one small graph stays in it."""
+    """Memory for graphs. PyTorch releases a pool with its last graph, so one tiny graph keeps it alive."""
 
     def __init__(self, device: torch.device) -> None:
         self.handle = torch.cuda.graph_pool_handle()
