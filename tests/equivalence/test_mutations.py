@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slimstart
-from slimstart.graph.constraints import Ledger
+from slimstart.graph.constraints import Constraints
 from slimstart.graph.rules.norms import per_channel_layer
 from slimstart.graph.rules.register import RULES
 from slimstart.narrow import trace_verified
@@ -150,14 +150,14 @@ def test_mixed_up_axes():
 
 @pytest.mark.parametrize("name", ["resnet_se_conv", "multiplicative_residual", "decoder_expand"])
 def test_product_that_is_not_tied(name, monkeypatch):
-    monkeypatch.setattr(Ledger, "multiplied", lambda self, first, second: max(first, second))
+    monkeypatch.setattr(Constraints, "multiplied", lambda self, first, second: max(first, second))
     torch.manual_seed(0)
     with pytest.raises(slimstart.TraceError, match="the narrow network"):
         slimstart.verify(ZOO[name].factory(), ZOO[name].example_inputs(), "filter")
 
 
 def test_addition_with_differing_masks(monkeypatch):
-    monkeypatch.setattr(Ledger, "_added", lambda self, first, second: max(first, second))
+    monkeypatch.setattr(Constraints, "_added", lambda self, first, second: max(first, second))
     with pytest.raises(slimstart.TraceError, match="the narrow network fails"):
         slimstart.verify(make(), IMAGE, "filter")
 
@@ -165,7 +165,7 @@ def test_addition_with_differing_masks(monkeypatch):
 def free_group_norm(tracer, call):
     """As if every channel were normalised by itself."""
     found = per_channel_layer(tracer, call["input"], call.result, 1, [call["weight"], call["bias"]])
-    tracer.ledger.counts_channels(tracer.modules[-1], "num_channels", found[1])
+    tracer.constraints.counts_channels(tracer.modules[-1], "num_channels", found[1])
 
 
 def small_group_norm(tracer, call):
@@ -229,7 +229,7 @@ def test_errors_that_only_the_masked_network_shows(monkeypatch):
             return float((dense(image) - narrow(image)).abs().max())
 
     assert error() < 1e-10
-    monkeypatch.setattr(Ledger, "_tie_if_exact", lambda self, node: None)
+    monkeypatch.setattr(Constraints, "_tie_if_exact", lambda self, node: None)
     assert error() > 1e-3
 
 
@@ -268,8 +268,8 @@ def reversed_rows(monkeypatch, module):
     def wrong(tracer, call):
         right(tracer, call)
         if tracer.modules[-1] == module:
-            indices, presences = tracer.ledger.entries[f"{module}.bias", 0][-1]  # the one just noted
-            tracer.ledger.entries[f"{module}.bias", 0] = [(indices, presences[::-1])]
+            indices, presences = tracer.constraints.entries[f"{module}.bias", 0][-1]  # the one just noted
+            tracer.constraints.entries[f"{module}.bias", 0] = [(indices, presences[::-1])]
 
     monkeypatch.setitem(RULES, "batch_norm", wrong)
 
@@ -298,8 +298,8 @@ def test_everything_broken_is_not_prunable(monkeypatch):
     def wrong(tracer, call):
         right(tracer, call)
         bias = (f"{tracer.modules[-1]}.bias", 0)
-        indices, presences = tracer.ledger.entries[bias][-1]
-        tracer.ledger.entries[bias] = [(indices, presences[::-1])]
+        indices, presences = tracer.constraints.entries[bias][-1]
+        tracer.constraints.entries[bias] = [(indices, presences[::-1])]
 
     for name in ("conv2d", "convolution"):
         monkeypatch.setitem(RULES, name, wrong)
@@ -315,7 +315,7 @@ def test_everything_broken_is_not_prunable(monkeypatch):
 
 def test_a_reader_that_forgets_earlier_writers(monkeypatch):
     """The masked dense network has the same zeros in the reader, so only a look at what is left unread can tell."""
-    added = Ledger._added
+    added = Constraints._added
 
     def forgetful(self, first, second):
         node = added(self, first, second)
@@ -323,6 +323,6 @@ def test_a_reader_that_forgets_earlier_writers(monkeypatch):
             self.live[node] = self.live[second]
         return node
 
-    monkeypatch.setattr(Ledger, "_added", forgetful)
+    monkeypatch.setattr(Constraints, "_added", forgetful)
     with pytest.raises(slimstart.TraceError, match="leaves unread"):
         slimstart.verify(ZOO["resnet_basic"].factory(), ZOO["resnet_basic"].example_inputs(), "filter", num_masks=5)

@@ -7,7 +7,7 @@ Open `channels.py` first (the result), then `trace.py` (how it is found). A run 
 
 - `trace.py` runs the forward and sees every operation; `tracer.py` is what is known of its tensors;
 - `rules/` has one rule per operation; `sizes.py` are integers that remember where they come from;
-- `constraints.py` is what the rules write down (the `Ledger`);
+- `constraints.py` is what the rules write down (the `Constraints`);
 - `solver.py` and `reshapes.py` turn these constraints into ties between filters, and `build.py` into a graph.
 
 `readers.py` answers a question about a finished graph: which layers read a unit.

@@ -1,8 +1,14 @@
-"""Write the graph: number the units, list the events, and spell out slices, ports, attributes and costs."""
+"""From the constraints of a trace to a `ChannelGraph`.
+
+In this order: carriers that need one mask tie their writers; required channels are frozen; indices that must exist
+together are tied; reshapes choose a dimension along which channels may be removed; every layer is guaranteed a channel;
+the filters that remain are numbered as units, and slices, ports, attributes and costs are listed.
+"""
 
 from __future__ import annotations
 
 import collections
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -11,32 +17,49 @@ from torch import Tensor, nn
 
 from slimstart.costs import CostTable, Factor, Polynomial, Term
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
-from slimstart.graph.constraints import CONSTANT, ZERO, Ledger, PortNote, Presence, UnionFind, when_carried, when_live
-from slimstart.graph.reshapes import LayoutSolver
+from slimstart.graph.constraints import (
+    CONSTANT,
+    ZERO,
+    Constraints,
+    PortNodes,
+    Presence,
+    UnionFind,
+    when_carried,
+    when_live,
+)
+from slimstart.graph.reshapes import ReshapeSolver
 from slimstart.graph.sizes import Attribute
 from slimstart.graph.solver import Solver, axis_presences
 
 
-def build_graph(ledger: Ledger, model: nn.Module, reasons: Mapping[str, str]) -> ChannelGraph:
-    """Turn the notes of a trace into a graph; `reasons` are names to leave whole."""
-    solver = Solver(ledger)
+def build_graph(constraints: Constraints, model: nn.Module, reasons: Mapping[str, str]) -> ChannelGraph:
+    """The graph of a traced model.
+
+    Args:
+        constraints: that the trace has recorded.
+        model: that was traced.
+        reasons: {name of a module or parameter: why its filters are not prunable}.
+    """
+    solver = Solver(constraints)
     solver.keep(reasons)
-    solver.settle_notes()
-    layouts = LayoutSolver(solver)
-    layouts.solve()
+    solver.apply_constraints()
+    reshapes = ReshapeSolver(solver)
+    reshapes.solve()
     sizes = {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
-    tensors = {(name, dim): axis_presences(ledger, name, dim, sizes[name][dim]) for name, dim in ledger.entries}
+    tensors = {
+        (name, dim): axis_presences(constraints, name, dim, sizes[name][dim]) for name, dim in constraints.entries
+    }
     axes = dict.fromkeys(tensors.values())
-    for note in (*ledger.reads.values(), *ledger.writes.values()):
-        axes[tuple(map(when_carried, note.nodes))] = None
-    for cost in ledger.costs:
+    for port in (*constraints.reads.values(), *constraints.writes.values()):
+        axes[tuple(map(when_carried, port.nodes))] = None
+    for cost in constraints.costs:
         axes.update(dict.fromkeys(cost.factors))
     groups = solver.guarantee_channels(list(axes))
-    return _write_graph(solver, groups, tensors, layouts.attribute_presences(), model)
+    return _write_graph(solver, groups, tensors, reshapes.attribute_presences(), model)
 
 
 class _Tables:
-    """Events, axes and factors, each distinct one once."""
+    """Events, axes and factors, each distinct one once, in the order in which they are first needed."""
 
     def __init__(self, solver: Solver, unit_of: dict[int, int]) -> None:
         self.solver = solver
@@ -44,7 +67,7 @@ class _Tables:
         self.events: dict[frozenset[int], int] = {}
         self.axes: dict[tuple[int, ...], int] = {}
         self.factors: dict[tuple[int, ...], int] = {}
-        # Remembered, because a network names the same channels many times over.
+        # Caches: the weight, bias and statistics of a layer all have the same channels.
         self._event_table = [self.event(roots) for roots in solver.exists_table()]
         self._events_of: dict[tuple[Presence, ...], tuple[int, ...]] = {}
         self._carried_axis_of: dict[tuple[Presence, ...], int] = {}
@@ -65,14 +88,14 @@ class _Tables:
         return None if max(events, default=-1) < 0 else self.axes.setdefault(events, len(self.axes))
 
     def carried_axis(self, presences: tuple[Presence, ...]) -> int:
-        """The axis of the tensors that carry these channels, if no layer had a port."""
+        """The axis of the tensors that carry these channels in a network without ports (`compact(..., plain=True)`)."""
         if presences not in self._carried_axis_of:
             events = tuple(self._carried_table[presence // 2] for presence in presences)
             self._carried_axis_of[presences] = self.axes.setdefault(events, len(self.axes))
         return self._carried_axis_of[presences]
 
     def term(self, coefficient: int, factors: Iterable[tuple[Presence, ...]]) -> Term | int:
-        """A cost term, or a plain number where nothing of it can change."""
+        """A cost term, or a number where none of the channels can be removed."""
         chosen = []
         for presences in factors:
             events = self._events(presences)
@@ -120,11 +143,11 @@ def _write_graph(
     """The graph, from what the solver found.
 
     Args:
-        groups: the group of every root atom that can go.
+        groups: the group of every root atom that can be dropped.
         channels: for dimensions of named tensors, when each index exists.
-        attributes: for attributes of the user's modules, when each thing that they count exists.
+        attributes: for attributes of the user's modules, when each of the channels that they count exists.
     """
-    ledger, find = solver.ledger, solver.atoms.find
+    constraints, find = solver.constraints, solver.atoms.find
     roots = sorted(groups, key=lambda root: (groups[root], root))
     unit_of = {root: unit for unit, root in enumerate(roots)}
     tables = _Tables(solver, unit_of)
@@ -135,16 +158,16 @@ def _write_graph(
         if (axis := tables.axis(presences)) is not None:
             tensors[name].append(Slice(dim, axis, tables.carried_axis(presences)))
             dimensions[name][dim] = presences
-    reads = _ports(tables, ledger.reads)
-    writes = _ports(tables, ledger.writes)
+    reads = _ports(tables, constraints.reads)
+    writes = _ports(tables, constraints.writes)
     counted: dict[tuple[str, str], Counter] = {}
-    layers = {key: (found, len(found)) for key, found in ledger.layer_attributes.items()}
+    layers = {key: (found, len(found)) for key, found in constraints.layer_attributes.items()}
     users = {(leaf.module, leaf.name): (found, leaf.value) for leaf, found in attributes.items()}
     for key, (found, dense) in (layers | users).items():
         if (axis := tables.axis(found)) is not None:
             counted[key] = Counter(axis, tables.carried_axis(found), dense)
 
-    flops = [(tables.term(note.coefficient, note.factors), note) for note in ledger.costs]
+    flops = [(tables.term(cost.coefficient, cost.factors), cost) for cost in constraints.costs]
     params: list[Term | int] = []
     for name, parameter in model.named_parameters():
         cut = dimensions.get(name, {})
@@ -152,20 +175,20 @@ def _write_graph(
         for dim, size in enumerate(parameter.shape):
             rest *= 1 if dim in cut else size
         params.append(tables.term(rest, cut.values()))
-    totals = [note.coefficient * _product(map(len, note.factors)) for _, note in flops]
+    totals = [cost.coefficient * math.prod(map(len, cost.factors)) for _, cost in flops]
     shrinking = sum(d for d, (term, _) in zip(totals, flops, strict=True) if isinstance(term, Term))
 
     filters = {}
     members: dict[int, list[str]] = defaultdict(list)
     unit_filters = [0] * len(roots)
-    for writer, atoms in ledger.writers.items():
+    for writer, atoms in constraints.writers.items():
         kept = [unit_of.get(find(atom), -1) for atom in atoms]
-        filters[ledger.layers[writer]] = torch.tensor(kept, dtype=torch.int64)
+        filters[constraints.layers[writer]] = torch.tensor(kept, dtype=torch.int64)
         for unit in kept:
             if unit >= 0:
                 unit_filters[unit] += 1
         for group in {groups[roots[unit]] for unit in kept if unit >= 0}:
-            members[group].append(ledger.layers[writer])
+            members[group].append(constraints.layers[writer])
     labels = sorted(members)
     position = {label: number for number, label in enumerate(labels)}
     unit_group = torch.tensor([position[groups[root]] for root in roots], dtype=torch.int64)
@@ -185,7 +208,7 @@ def _write_graph(
         channel_groups.append(ChannelGroup(names[0], units, names, sum(unit_filters[start : start + size])))
         start += size
     return ChannelGraph(
-        coupling=ledger.coupling,
+        coupling=constraints.coupling,
         groups=tuple(channel_groups),
         tensors={name: tuple(slices) for name, slices in tensors.items()},
         axes=tuple(torch.tensor(axis, dtype=torch.int64) for axis in tables.axes),
@@ -200,10 +223,13 @@ def _write_graph(
 
 
 def _carried_without_ports(solver: Solver) -> list[frozenset[int] | None]:
-    """For every node, what writes its carrier if a layer within channels has to be as wide on both sides."""
+    """For every node, the writers of its carrier in a network without ports.
+
+    There, a depthwise convolution or a normalisation is as wide as its input, so the carriers on both sides are one.
+    """
     merged = UnionFind()
-    merged.parent = list(solver.ledger.carriers.parent)
-    for first, second in solver.ledger.same_width:
+    merged.parent = list(solver.constraints.carriers.parent)
+    for first, second in solver.constraints.same_width:
         merged.union(first, second)
     written: dict[int, set[int]] = defaultdict(set)
     always = {merged.find(CONSTANT), merged.find(ZERO)}
@@ -216,34 +242,27 @@ def _carried_without_ports(solver: Solver) -> list[frozenset[int] | None]:
     return [sets[merged.find(node)] for node in range(len(merged.parent))]
 
 
-def _ports(tables: _Tables, notes: dict[str, PortNote]) -> dict[str, Port]:
-    """Ports of layers that see other channels than the tensor carries."""
+def _ports(tables: _Tables, found: dict[str, PortNodes]) -> dict[str, Port]:
+    """Ports of layers that read or write other channels than the tensor carries."""
     ports = {}
-    for module, note in notes.items():
-        carried = tables.axis(tuple(map(when_carried, note.nodes)))
-        live = tables.axis(tuple(map(when_live, note.nodes)))
+    for module, port in found.items():
+        carried = tables.axis(tuple(map(when_carried, port.nodes)))
+        live = tables.axis(tuple(map(when_live, port.nodes)))
         if carried != live:
-            always = tables.axes.setdefault((-1,) * len(note.nodes), len(tables.axes))
-            ports[module] = Port(note.dim, always if carried is None else carried, always if live is None else live)
+            always = tables.axes.setdefault((-1,) * len(port.nodes), len(tables.axes))
+            ports[module] = Port(port.dim, always if carried is None else carried, always if live is None else live)
     return ports
 
 
 def _not_prunable(solver: Solver, tensors: dict[str, list[Slice]], model: nn.Module) -> dict[str, str]:
-    """Layers none of whose filters can go, and whatever else was not followed, each with its reason."""
+    """Layers without a filter that can be dropped, and modules and parameters that were not followed, with reasons."""
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     reasons: dict[str, str] = {}
-    for writer, atoms in solver.ledger.writers.items():
+    for writer, atoms in solver.constraints.writers.items():
         roots = {solver.atoms.find(atom) for atom in atoms}
         if roots <= solver.frozen.keys():
-            reasons[solver.ledger.layers[writer]] = solver.frozen[min(roots)]
-    for name, reason in solver.ledger.unfollowed.items():
+            reasons[solver.constraints.layers[writer]] = solver.frozen[min(roots)]
+    for name, reason in solver.constraints.unfollowed.items():
         if name and name in known and name not in tensors:
             reasons.setdefault(name.removesuffix(".weight"), reason)
     return reasons
-
-
-def _product(numbers: Iterable[int]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product

@@ -1,10 +1,10 @@
-"""What a trace finds, as frozen data: units, the slices of every named tensor that they own, and what they cost.
+"""The result of a trace, as frozen data: units, the slices of every named tensor that belong to them, and costs.
 
 A **unit** is the smallest set of indices that can be removed together; a mask has one entry per unit. An **event** is a
 set of units of which at least one must be kept for a channel to exist: `{u}` for a filter of a plain layer, all the
 writers so far for a channel of a residual stream. An **axis** lists, for every index along one tensor dimension, the
 event on which it depends (-1: always there). Many tensors share an axis: a convolution's filters, its bias, the four
-vectors of the normalisation behind it. `ChannelGraph.select` resolves a mask once per axis; everything that has
+vectors of the normalisation after it. `ChannelGraph.select` resolves a mask once per axis; everything that has
 channels (weights, statistics, momentum, averages) is then moved by `Selection.gather` and `Selection.scatter_`.
 """
 
@@ -28,9 +28,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Slice:
-    """One dimension of a named tensor: index i stays if event `axes[axis][i]` happens.
+    """One dimension of a named tensor: index i is kept if event `axes[axis][i]` happens.
 
-    Without ports a layer has to be as wide as the tensors around it: then `carried` is the axis, and the indices that
+    Without ports a layer has to be as wide as the tensors around it: then `carried` is the axis, and indices that
     `axis` would drop are zeros.
     """
 
@@ -54,7 +54,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Counter:
-    """An integer attribute of a module: `dense` minus the number of indices that are gone from its axis."""
+    """An integer attribute of a module: `dense` minus the number of indices that are removed along its axis."""
 
     axis: int
     carried: int
@@ -63,7 +63,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """Units of which at least one is always kept, because a layer without channels is none.
+    """Units of which at least one is always kept, because a layer needs a channel.
 
     Attributes:
         name: the first layer that writes these channels.
@@ -80,7 +80,7 @@ class ChannelGroup:
 
 @dataclass(frozen=True)
 class ChannelGraph:
-    """Which indices of which tensors live and die together; made by `slimstart.trace`.
+    """Which indices of which tensors are kept or dropped together; made by `slimstart.trace`.
 
     Attributes:
         coupling: "filter" (every filter its own mask) or "stream" (all writers of a stream share one).
@@ -113,21 +113,21 @@ class ChannelGraph:
 
     @cached_property
     def digest(self) -> str:
-        """A short name of what the units mean, to tell whether a mask belongs to this graph."""
+        """A hash of what the units mean, to tell whether a mask belongs to this graph."""
         meaning = [(group.name, group.units.start, group.units.stop, group.layers) for group in self.groups]
         return hashlib.sha256(repr((self.coupling, meaning)).encode()).hexdigest()[:16]
 
     def units_along(self, axis: int) -> Tensor:
-        """(n,) int64: the unit of each index of an axis, -1 where always there; of several units, the first."""
+        """(n,) int64: the unit of each index of an axis, the first where there are several; -1 where always there."""
         return torch.cat([self.costs.events[:, 0].cpu(), torch.tensor([-1])])[self.axes[axis]]
 
     def select(self, mask: Tensor, frame: Tensor | None = None) -> Selection:
-        """What stays under a mask; the first unit of a group that the mask empties is kept all the same.
+        """Resolve a mask. Where it drops every unit of a group, the first one is kept.
 
         Args:
             mask: bool tensor of shape (num_units,).
-            frame: bool tensor of shape (num_events,), true wherever an event of `mask` happens: a network with this
-                capacity, in which everything else is padding. By default exactly what the mask keeps.
+            frame: bool tensor of shape (num_events,), the events that have a position in the narrow network. It is true
+                wherever an event of `mask` happens; the others are padding. By default there is no padding.
         """
         if mask.dim() > 1:
             raise ValueError(f"`mask` has shape {tuple(mask.shape)}; it needs one entry per unit, ({self.num_units},)")
@@ -138,13 +138,17 @@ class ChannelGraph:
             return Selection(self, mask, happens, happens)
         frame = _and_always(frame.cpu())
         if bool((happens & ~frame).any()):
-            raise ValueError("`frame` must have capacity for everything that `mask` keeps")
+            raise ValueError(
+                f"`frame` must have capacity for everything that `mask` keeps; {int((happens & ~frame).sum())} events "
+                "have no position in it"
+            )
         return Selection(self, mask, happens, frame)
 
     def flops_within(self, frame: Tensor) -> int:
-        """FLOPs of one forward of a network that fills a frame (a bool tensor of shape (num_events,)), zeros included.
+        """FLOPs of one forward of a network with the positions of a frame, padding included.
 
-        The at-least-one rule is the frame's business.
+        Args:
+            frame: bool tensor of shape (num_events,), in which the at-least-one rule holds already.
         """
         owner, events, weights, offsets = self._factors
         counts: list[int] = offsets.index_add(0, owner, weights * frame[events]).tolist()
@@ -154,7 +158,7 @@ class ChannelGraph:
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All factors of the cost table in a row: to which an entry belongs, its event and weight; and the offsets."""
+        """All factors of the cost table, concatenated: factor, event and weight of each entry; and the offsets."""
         factors = self.costs.factors
         sizes = torch.tensor([factor.events.numel() for factor in factors], dtype=torch.int64)
         owner = torch.repeat_interleave(torch.arange(len(factors)), sizes)
@@ -204,9 +208,9 @@ class Selection:
     `scatter_(name, dense, gather(name, dense))` nothing has changed, and other entries are never read or written.
 
     Attributes:
-        graph: what the mask is about.
+        graph: to which the mask belongs.
         mask: (num_units,) bool, after the at-least-one rule.
-        happens: (num_events + 1,) bool, which events the mask keeps; the last is for index -1, which always happens.
+        happens: (num_events + 1,) bool, the events that happen; the last entry is for -1, which always does.
         frame: the same for events that have a position.
     """
 
@@ -251,7 +255,7 @@ class Selection:
         return self.graph.axes[axis].numel() if positions is None else positions.numel()
 
     def indices(self, name: str, device: torch.device = _CPU) -> dict[int, Tensor]:
-        """{dimension: positions} for a named tensor; dimensions that stay whole are not listed."""
+        """{dimension: positions} for a named tensor; dimensions from which nothing is removed are not listed."""
         found = {piece.dim: self.positions(piece.axis, device) for piece in self.graph.tensors.get(name, ())}
         return {dim: positions for dim, positions in found.items() if positions is not None}
 
@@ -267,10 +271,10 @@ class Selection:
         return gather(dense, self.indices(name, dense.device))
 
     def scatter_(self, name: str, dense: Tensor, narrow: Tensor) -> Tensor:
-        """Write a narrow tensor over its part of `dense`, in place; everything else there is left alone."""
+        """Write a narrow tensor over its part of `dense`, in place; other entries are not changed."""
         return scatter_(dense, narrow, self.indices(name, dense.device))
 
 
 def _and_always(events: Tensor) -> Tensor:
-    """With a last entry for what does not depend on the mask."""
+    """The events with one more entry, for what does not depend on the mask."""
     return torch.cat([events, events.new_ones(1)])

@@ -1,17 +1,21 @@
-"""What one run of a network writes down: channel nodes, who writes them, and what must be true of them.
+"""What a trace records: channels at every point of the network, which filters write them, and constraints on them.
 
-Every activation carries a tensor of **node** ids of its own shape (dimensions along which nothing changes are kept at
-length one). A node is a channel at a point of the network. It has
+Every activation has a tensor of **node** ids of its own shape (of length one along dimensions where they do not
+change). A node is a channel at a point of the network. It has
 
-- a *live set*: the atoms (filters) that write it; `None` if something that is always on does. An atom is one index of
-  a dimension of a parameter. Under filter coupling an addition unites live sets.
+- a *live set*: the atoms (filters) that write it; `None` if something writes it that is always there. An atom is one
+  index along a dimension of a parameter. Under filter coupling an addition unites live sets.
 - a *carrier*: the physical channel. Tensors that the user's forward adds must have equal shapes, so their nodes share a
   carrier, and the carrier exists if any of its writers is kept. A layer that is called as a module may read fewer
   channels than are carried, and write fewer (`Port`).
-- *exact*: whether the tensor can hold only channels that are live, because an absent one would not be zero (behind a
-  sigmoid) or because nothing can put zeros there (a weight used outside its module).
+- *exact*: whether the tensor can hold live channels only. That is so where an absent channel would not be zero (after a
+  sigmoid), and where nothing can put zeros in its place (a weight that is used outside its module).
 
-Nothing is decided here: the solver reads the notes when the run is over.
+Example: in `relu(a(x) + b(x))`, channel 3 of `a(x)` and channel 3 of `b(x)` are two nodes with one atom each. Their sum
+is a third node with both atoms, and all three share a carrier: the tensors are equally wide, and channel 3 exists if
+`a` or `b` keeps its filter 3. Under stream coupling the two atoms are tied, so both filters are kept or none.
+
+Nothing is decided here: the solver reads the constraints when the run is over.
 """
 
 from __future__ import annotations
@@ -25,12 +29,15 @@ from torch import Tensor
 
 from slimstart.graph.sizes import Expression
 
-CONSTANT = 0  # inputs, parameters that are added, whatever is not followed: always there
-ZERO = 1  # padding with zero channels: always there, and neutral in an addition
+CONSTANT = 0  # the node of inputs, of parameters that are added, of everything that is not followed: always there
+ZERO = 1  # the node of zero channels that are padded: always there, and neutral in an addition
 
 
 Presence = int
-"""When a channel exists, packed into an integer because there are hundreds of thousands: see the next two functions."""
+"""When a channel exists: a node and one bit, in one integer because there are hundreds of thousands of them.
+
+Made by the two functions below; the solver takes it apart with `divmod(presence, 2)`.
+"""
 
 
 def when_live(node: int) -> Presence:
@@ -39,7 +46,7 @@ def when_live(node: int) -> Presence:
 
 
 def when_carried(node: int) -> Presence:
-    """The channel exists where its carrier does: what an operation sees that cannot choose."""
+    """The channel exists where its carrier does: what an operation without a port reads."""
     return 2 * node
 
 
@@ -49,9 +56,9 @@ class Layout:
 
     Attributes:
         nodes: node ids, length one along dimensions where they do not change.
-        sizes: for every dimension the size the user's forward asks for, or None where it follows by itself.
+        sizes: for every dimension the size that the user's forward asks for; None where any size is right.
         rigid: dimensions along which nothing may be removed.
-        reason: why the channels stay whole if it cannot be done.
+        reason: why the channels are not prunable if no dimension works.
     """
 
     nodes: Tensor
@@ -62,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """The user's forward says `size` where it means the number of these rows of channels (a split, a slice)."""
+    """A size in the user's forward that must remain the number of these rows of channels (a split, a slice)."""
 
     rows: tuple[tuple[int, ...], ...]
     size: Expression | int
@@ -70,7 +77,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class PortNote:
+class PortNodes:
     """Nodes at the input or output of a layer, along its channel dimension (counted from the end)."""
 
     dim: int
@@ -78,7 +85,7 @@ class PortNote:
 
 
 @dataclass(frozen=True)
-class CostNote:
+class OperationCost:
     """Multiply-adds of one operation: `coefficient` times the product of the numbers of channels in `factors`."""
 
     coefficient: int
@@ -111,18 +118,18 @@ class UnionFind:
 
 
 @dataclass
-class Ledger:
-    """The notes of one trace. `coupling` decides what an addition does."""
+class Constraints:
+    """Everything that is recorded in one trace. `coupling` decides what an addition does."""
 
     coupling: str
     atoms: UnionFind = field(default_factory=UnionFind)
     writers: dict[tuple[str, int], range] = field(default_factory=dict)  # (parameter, dim) -> its atoms
-    layers: dict[tuple[str, int], str] = field(default_factory=dict)  # (parameter, dim) -> the layer that writes
+    layers: dict[tuple[str, int], str] = field(default_factory=dict)  # (parameter, dim) -> the layer of these atoms
     carriers: UnionFind = field(default_factory=UnionFind)
     live: list[frozenset[int] | None] = field(default_factory=list)
     exact: list[bool] = field(default_factory=list)
-    tied: set[int] = field(default_factory=set)  # nodes whose carrier allows no two masks
-    whole: dict[int, str] = field(default_factory=dict)  # nodes whose carrier must exist, with the reason
+    tied: set[int] = field(default_factory=set)  # nodes whose carrier needs one mask for all its writers
+    required: dict[int, str] = field(default_factory=dict)  # nodes whose carrier must exist, with the reason
     frozen: dict[int, str] = field(default_factory=dict)  # nodes whose writers must all be kept
     entries: dict[tuple[str, int], list[tuple[tuple[int, ...], tuple[Presence, ...]]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -130,17 +137,18 @@ class Ledger:
     together: list[tuple[Presence, ...]] = field(default_factory=list)  # exist at the same time
     layouts: list[Layout] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
-    costs: list[CostNote] = field(default_factory=list)
-    reads: dict[str, PortNote] = field(default_factory=dict)
-    writes: dict[str, PortNote] = field(default_factory=dict)
+    costs: list[OperationCost] = field(default_factory=list)
+    reads: dict[str, PortNodes] = field(default_factory=dict)
+    writes: dict[str, PortNodes] = field(default_factory=dict)
     layer_attributes: dict[tuple[str, str], tuple[Presence, ...]] = field(default_factory=dict)
-    same_width: list[tuple[int, int]] = field(default_factory=list)  # in and out of layers within channels
-    numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes used as numbers
+    same_width: list[tuple[int, int]] = field(default_factory=list)  # input and output of depthwise layers and norms
+    numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes that must not change
     unfollowed: dict[str, str] = field(default_factory=dict)  # module or parameter -> reason
 
     def __post_init__(self) -> None:
-        # What was seen before gives the same node again: in the second run, and where a module is called twice.
-        self._twins: dict[int, int] = {}
+        # The same operation on the same nodes gives the same node again. Otherwise the second run (training mode), and
+        # the second call of a module, would make other channels, and nothing would say that they are the same.
+        self._changed: dict[int, int] = {}
         self._sums: dict[tuple[int, int], int] = {}
         self._layer_outputs: dict[tuple[str, int, int], int] = {}
         self._written: dict[tuple[str, int, bool], dict[int, int]] = defaultdict(dict)
@@ -150,7 +158,7 @@ class Ledger:
     # --- nodes -----------------------------------------------------------------------------------------------------
 
     def new_node(self, live: frozenset[int] | None, exact: bool, like: int | None = None) -> int:
-        """A node; `like` shares its carrier with another one."""
+        """A new node; it shares the carrier of the node `like`, if one is given."""
         node = self.carriers.add()
         self.live.append(live)
         self.exact.append(exact)
@@ -159,10 +167,11 @@ class Ledger:
         return node
 
     def write(self, parameter: str, dim: int, size: int, indices: Iterable[int], layer: str, exact: bool) -> list[int]:
-        """Fresh nodes written by the given indices of a parameter's dimension, which has `size` of them.
+        """The nodes that the given indices of a parameter's dimension write.
 
         Args:
-            layer: the name of who writes: the module, or the parameter where that is used outside its module.
+            size: the length of the dimension.
+            layer: the name of the module, or of the parameter where that is used outside its module.
             exact: whether nothing can put zeros among the channels written.
         """
         if (parameter, dim) not in self.writers:
@@ -180,7 +189,7 @@ class Ledger:
         return nodes
 
     def layer_output(self, module: str, index: int, node: int) -> int:
-        """The node that a layer within channels writes at `index`, from `node`."""
+        """The node that a depthwise layer or a normalisation writes at `index`, from `node`."""
         if node <= ZERO:
             return node
         key = (module, index, node)
@@ -190,19 +199,19 @@ class Ledger:
         return self._layer_outputs[key]
 
     def follow(self, name: str, dim: int, indices: Iterable[int], presences: Iterable[Presence]) -> None:
-        """Indices of a named tensor's dimension exist when the given channels do."""
+        """Require that indices along a dimension of a named tensor exist exactly when the given channels do."""
         entry = (tuple(indices), tuple(presences))
         if entry not in self.entries[name, dim]:
             self.entries[name, dim].append(entry)
 
     def pass_on(self, node: int, zero_preserving: bool) -> int:
-        """The node behind an operation within one channel."""
+        """The node after an operation that treats every channel separately."""
         if zero_preserving or node <= ZERO or self.live[node] is None or self.exact[node]:
-            # a padded zero that turns into something else is a constant
+            # A padded zero that becomes another number is a constant.
             return CONSTANT if node == ZERO and not zero_preserving else node
-        if node not in self._twins:
-            self._twins[node] = self.new_node(self.live[node], exact=True, like=node)
-        return self._twins[node]
+        if node not in self._changed:
+            self._changed[node] = self.new_node(self.live[node], exact=True, like=node)
+        return self._changed[node]
 
     def added(self, first: int, second: int) -> int:
         """The node of a sum."""
@@ -215,12 +224,12 @@ class Ledger:
         if first == second:
             return first
         if first == ZERO:
-            self.whole.setdefault(second, "zero channels are padded to it")
+            self.required.setdefault(second, "zero channels are padded to it")
             return second
         if first == CONSTANT:
             if second == ZERO:
                 return CONSTANT
-            self.whole.setdefault(second, "an input or a parameter is added to it")
+            self.required.setdefault(second, "an input or a parameter is added to it")
             self._tie_if_exact(second)
             return self.new_node(None, exact=False, like=second)
         left, right = self.live[first], self.live[second]
@@ -235,13 +244,13 @@ class Ledger:
         return self.new_node(None if left is None or right is None else left | right, exact, like=first)
 
     def multiplied(self, first: int, second: int) -> int:
-        """The node of a product, or of any other function of two channels: both exist at the same time."""
+        """The node of a product, or of any other function of two channels, which are kept or dropped together."""
         if first == second:
             return first
         first, second = sorted((first, second))
         if first <= ZERO:
             if second > ZERO:
-                self.whole.setdefault(second, "it meets channels that are always there")
+                self.required.setdefault(second, "it meets channels that are always there")
             return second if first == CONSTANT else ZERO
         self.carriers.union(first, second)
         self.tied.add(first)
@@ -251,15 +260,18 @@ class Ledger:
         if self.exact[node]:
             self.tied.add(node)
 
-    def keep_whole(self, nodes: Tensor | Iterable[int], reason: str) -> None:
-        """The carriers of these nodes must exist: something reads them for which an absent channel is not a zero."""
+    def keep_all(self, nodes: Tensor | Iterable[int], reason: str) -> None:
+        """Require that the carriers of these nodes exist: for their reader, an absent channel is not a zero.
+
+        Where several layers write a carrier, their filters can still be dropped: zeros remain in its place.
+        """
         for node in _distinct(nodes):
             if node > ZERO:
-                self.whole.setdefault(node, reason)
+                self.required.setdefault(node, reason)
                 self._tie_if_exact(node)
 
     def freeze(self, nodes: Tensor | Iterable[int], reason: str) -> None:
-        """All writers of these nodes must be kept."""
+        """Require that all filters that write these nodes are kept."""
         for node in _distinct(nodes):
             if node > ZERO:
                 self.frozen.setdefault(node, reason)
@@ -269,13 +281,16 @@ class Ledger:
 
     # --- layers ----------------------------------------------------------------------------------------------------
 
-    def port(self, ports: dict[str, PortNote], module: str, dim: int, nodes: Iterable[int]) -> None:
-        """Note the nodes at a layer's input or output. A layer that is met again must find the same channels there."""
-        note = PortNote(dim, tuple(nodes))
+    def port(self, ports: dict[str, PortNodes], module: str, dim: int, nodes: Iterable[int]) -> None:
+        """Record the nodes at a layer's input or output.
+
+        A layer that is called several times has one set of weights, so the channels there are tied across its calls.
+        """
+        found = PortNodes(dim, tuple(nodes))
         if module not in ports:
-            ports[module] = note
+            ports[module] = found
             return
-        for before, now in zip(ports[module].nodes, note.nodes, strict=False):
+        for before, now in zip(ports[module].nodes, found.nodes, strict=False):
             if before != now:
                 self.together.append((when_carried(before), when_carried(now)))
                 self.together.append((when_live(before), when_live(now)))

@@ -1,8 +1,7 @@
-"""Who reads a unit: the layers that mix channels, and along which dimension of their weight.
+"""The layers that read a unit: convolutions and linear layers, and along which dimension of their weight.
 
-A layer within channels (a depthwise convolution, a normalisation) reads nothing in this sense: it goes with the unit.
-Convolutions and linear layers alone are listed: of weights that are used in other ways it is not known what they do.
-Only for coupling by streams: there a channel has one unit, whoever reads it.
+Depthwise convolutions and normalisations are not listed, because they are dropped with the unit; neither are weights
+that the user's forward uses in other ways. Only for stream coupling, where a channel has one unit for all its readers.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Reader:
     Attributes:
         layer: the name of the module that owns it.
         weight: its own name.
-        dim: the dimension along which its input channels lie.
-        axis: which of the graph's axes that is.
-        units: (n,) int64, the unit of each of them; -1: always there.
+        dim: the dimension of its input channels.
+        axis: the graph's axis of this dimension.
+        units: (n,) int64, the unit of each input channel; -1: always there.
     """
 
     layer: str
@@ -38,13 +37,17 @@ class Reader:
 
 
 def readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
-    """All weights that mix channels which can go, in the order of the model.
+    """All weights that mix prunable channels, in the order of the model.
 
     Args:
+        graph: traced with stream coupling.
         model: from which the graph was traced.
     """
     if graph.coupling != "stream":
-        raise ValueError(f"`graph` has coupling {graph.coupling!r}; a channel has one unit only with 'stream'")
+        raise ValueError(
+            f"`graph` has coupling {graph.coupling!r}; a channel has one unit only with 'stream': trace the model with "
+            "`coupling='stream'`"
+        )
     return list(_found(graph, model))
 
 

@@ -1,13 +1,18 @@
-"""Reshapes: along which dimension may channels go?
+"""Reshapes: the dimension along which channels may be removed, and the attributes that have to change with them.
 
-Say a forward views 32 channels as (4, 8). After some channels are gone, the user's own code views the rest, with the
-sizes it computes then. That is right only if what is gone is whole rows or whole columns, and if the sizes follow: one
-computed from `x.shape` follows by itself, one read or computed from attributes of a module follows if one of them is
-changed too, a literal never does. For every such place we take the first dimension for which this works, tie the
-channels of each of its hyperplanes, and note the attributes; where none works, the channels stay whole.
+Say a forward views 32 channels as (4, 8). In a narrow network the user's own code views the channels that are left,
+with the sizes that it computes then. That is right only if whole rows or whole columns were removed, and if the sizes
+are those of what is left: a size computed from `x.shape` is, a size read or computed from attributes of a module is if
+one of them is changed too, and a literal never is. For every reshape we take the first dimension for which this works,
+tie the channels of each of its hyperplanes, and record the attributes. Where none works, the channels are not prunable.
 
-Ties make the sizes right for one removal as for another. What was decided is tried all the same, on single removals and
-on nearly everything at once, because a later tie may undo it.
+Because of the ties, sizes that are right for one removal are right for all. Every decision is nevertheless checked at
+the end, on single removals and on nearly everything at once, because a later tie may break it.
+
+What an attribute counts has to be found too. A forward asks for `self.heads * self.head_dim` channels, and there are
+4 * 12. Then `self.heads` may count blocks of 12 consecutive channels, or `self.head_dim` every twelfth channel:
+whichever is changed makes the size right, and what it counts is removed as a whole. `countings` lists all
+possibilities; those that agree with the rest of the forward are chosen.
 """
 
 from __future__ import annotations
@@ -26,53 +31,63 @@ from slimstart.graph.sizes import Arithmetic, Attribute, Dimension, Expression, 
 from slimstart.graph.solver import Atoms, Solver
 
 Rows = list[list[int]]
+"""Nodes in rows; the channels of a row are removed together."""
 Counting = tuple[Attribute, Rows]
-"""An attribute, and for each of the things that it may count their nodes."""
-Slots = dict[Attribute, Rows]
+"""An attribute, and the rows that it may count."""
+Counted = dict[Attribute, Rows]
+"""For each attribute that has to change, the rows that it counts."""
 
 
-class LayoutSolver:
-    """Chooses, ties, and remembers which attributes have to change."""
+class ReshapeSolver:
+    """Chooses a dimension for every reshape, ties the channels, and records the attributes that have to change.
+
+    Args:
+        solver: with all other constraints applied.
+    """
 
     def __init__(self, solver: Solver) -> None:
         self.solver = solver
-        self.slots: Slots = {}  # attribute -> for each of the things it counts, their nodes
-        self.decided: dict[Attribute, list[Layout]] = defaultdict(list)  # attribute -> layouts with sizes by it
+        self.counted: Counted = {}
+        self.decided: dict[Attribute, list[Layout]] = defaultdict(list)  # layouts that have an attribute in a size
 
     def solve(self) -> None:
-        ledger = self.solver.ledger
-        # Those with fewer choices first, so that the others can agree with them.
-        for layout in sorted(ledger.layouts, key=lambda one: (_computes(one), len(_candidates(one)))):
+        """Decide every reshape, split and slice of the trace."""
+        constraints = self.solver.constraints
+        # Layouts with fewer choices first, so that the others can agree with them.
+        for layout in sorted(constraints.layouts, key=lambda one: (_computes(one), len(_candidates(one)))):
             self._choose(layout)
             for leaf in (leaf for size in layout.sizes if size is not None for leaf in leaves(size)):
                 if isinstance(leaf, Attribute):
                     self.decided[leaf].append(layout)
-        for count in ledger.counts:
+        for count in constraints.counts:
             self._count(count)
-        while any([self._violated(layout) for layout in ledger.layouts] + [self._miscounts(c) for c in ledger.counts]):
+        while any(
+            [self._violated(layout) for layout in constraints.layouts]
+            + [self._count_violated(c) for c in constraints.counts]
+        ):
             pass
 
     def attribute_presences(self) -> dict[Attribute, tuple[Presence, ...]]:
-        """For every attribute to change, when each of the things that it counts exists."""
-        return {attribute: tuple(when_carried(row[0]) for row in rows) for attribute, rows in self.slots.items()}
+        """For every attribute that has to change, when each of the rows that it counts exists."""
+        return {attribute: tuple(when_carried(row[0]) for row in rows) for attribute, rows in self.counted.items()}
 
-    # --- what is gone, and what a size is then -----------------------------------------------------------------------
+    # --- sizes after a removal ---------------------------------------------------------------------------------------
 
     def _gone(self, nodes: Iterable[int], removed: set[int]) -> bool:
-        """Whether all of these channels are gone once the given filters are."""
+        """Whether all of these channels are removed if the given filters are."""
         for node in nodes:
             atoms = self.solver.exists(when_carried(node)) if node > ZERO else None
             if atoms is None or not atoms <= removed:
                 return False
         return True
 
-    def _size(self, expression: Expression | int, removed: set[int], trial: Slots) -> int:
-        """What a size is without these filters; -1 if it is rounded, which is right for some masks only."""
+    def _size(self, expression: Expression | int, removed: set[int], trial: Counted) -> int:
+        """A size without these filters; -1 if a division has a remainder, so that it is right for some masks only."""
 
         def leaf(it: Dimension | Attribute) -> int:
             if isinstance(it, Dimension):
                 return sum(not self._gone(row, removed) for row in it.nodes.tolist())
-            rows = trial.get(it, self.slots.get(it))
+            rows = trial.get(it, self.counted.get(it))
             return it.value if rows is None else it.value - sum(self._gone(row, removed) for row in rows)
 
         values = {it: leaf(it) for it in leaves(expression)}
@@ -85,7 +100,7 @@ class LayoutSolver:
             return -1
 
     def _removable(self, nodes: Iterable[int]) -> set[int]:
-        """The filters behind these channels, if they can go at all."""
+        """The filters that write these channels and can be dropped."""
         removed: set[int] = set()
         for node in nodes:
             removed |= (self.solver.exists(when_carried(node)) if node > ZERO else None) or set()
@@ -94,36 +109,45 @@ class LayoutSolver:
     # --- which attributes to change ----------------------------------------------------------------------------------
 
     def _agreement(
-        self, rows: Rows, options: Iterable[Counting], fits: Callable[[set[int], Slots], bool]
-    ) -> Slots | None:
-        """What attributes have to count for sizes to fit whichever rows go; None if that cannot be done.
+        self, rows: Rows, options: Iterable[Counting], fits: Callable[[set[int], Counted], bool]
+    ) -> Counted | None:
+        """The attributes that have to change for all sizes to be right whichever rows are removed.
 
-        Of all the ways the one that ties least, counting what it can: what is counted is right for every mask.
+        Among all possibilities with two, one or no attribute, the one with the fewest new ties. With equal ties, one
+        that counts: a count is right for every mask, a size that happens to agree only for those that were tried.
+
+        Args:
+            rows: that are removed as a whole.
+            options: what attributes may count.
+            fits: whether all sizes are right without some filters, if attributes count this.
+
+        Returns:
+            The attributes with what they count; None if nothing works.
         """
         best, least = None, math.inf
         usable = [option for option in options if option[0] not in self.solver.fixed_attributes]
         for number in (1, 2, 0):
             for chosen in itertools.combinations(usable, number):
-                trial: Slots = {}
+                trial: Counted = {}
                 for attribute, counted in chosen:
-                    before = trial.get(attribute, self.slots.get(attribute))
-                    trial[attribute] = counted if before is None else _side_by_side(before, counted)
+                    before = trial.get(attribute, self.counted.get(attribute))
+                    trial[attribute] = counted if before is None else _joined_rows(before, counted)
                 cost, parts = self._tied([*rows, *itertools.chain(*trial.values())])
                 if cost and len(parts) == 1:
-                    continue  # everything would go at once, which is never
-                if cost < least and all(fits(out, trial) and self._leaves_alone(out, trial) for out in _tries(parts)):
+                    continue  # all channels would be one unit, which is never removed
+                if cost < least and all(fits(out, trial) and self._keeps_decided(out, trial) for out in _trials(parts)):
                     best, least = trial, cost
                 if least == 0:
                     return best
         return best
 
-    def _leaves_alone(self, removed: set[int], trial: Slots) -> bool:
-        """Whether attributes that count for the first time do not undo what was decided while they did not."""
-        before = (layout for attribute in trial if attribute not in self.slots for layout in self.decided[attribute])
+    def _keeps_decided(self, removed: set[int], trial: Counted) -> bool:
+        """Whether earlier layouts still work if attributes change that did not have to change for them."""
+        before = (layout for attribute in trial if attribute not in self.counted for layout in self.decided[attribute])
         return all(self._rectangular(layout, removed, trial) for layout in before)
 
     def _tied(self, blocks: Rows) -> tuple[int, list[set[int]]]:
-        """If the channels of each block went together: how many ties would be new, and the filters that go at once."""
+        """The number of new ties if the channels of each block were tied, and the sets of filters tied then."""
         joint, block_of = UnionFind(), dict[int, int]()
         present = [{self.solver.exists(when_carried(node)) for node in block} for block in blocks]
         for sets in present:
@@ -136,29 +160,29 @@ class LayoutSolver:
         atoms = [set[int]().union(*filter(None, sets)) for sets in parts.values()]
         return sum(len(sets) - 1 for sets in parts.values()), list(filter(None, atoms))
 
-    def _register(self, trial: Slots, reason: str) -> None:
-        """The attributes count this from now on, which so goes as a whole."""
-        for attribute, slots in trial.items():
-            self.slots.setdefault(attribute, slots)
-            for slot in slots:
-                self.solver.equalise(map(when_carried, slot), reason)
+    def _register(self, trial: Counted, reason: str) -> None:
+        """Let attributes count rows, and tie the channels of each row."""
+        for attribute, rows in trial.items():
+            self.counted.setdefault(attribute, rows)
+            for row in rows:
+                self.solver.equalise(map(when_carried, row), reason)
 
     # --- layouts -----------------------------------------------------------------------------------------------------
 
     def _choose(self, layout: Layout) -> None:
         """Tie the channels along the first dimension that works."""
         nodes = layout.nodes.reshape(-1).tolist()
-        if not self._removable([*nodes, *self._nodes_behind(layout.sizes)]):
+        if not self._removable([*nodes, *self._nodes_of(layout.sizes)]):
             return
         candidates = _candidates(layout)
         rows = {dim: rows_along(layout.nodes, [dim]) for dim in candidates}
-        # A dimension whose hyperplanes are units already costs nothing.
+        # Dimensions that need the fewest new ties first: none where the hyperplanes are units already.
         candidates.sort(
             key=lambda dim: sum(len({self.solver.exists(when_carried(n)) for n in row}) > 1 for row in rows[dim])
         )
         for dim in candidates:
 
-            def fits(removed: set[int], trial: Slots, dim: int = dim) -> bool:
+            def fits(removed: set[int], trial: Counted, dim: int = dim) -> bool:
                 return self._sizes_fit(layout, dim, rows[dim], removed, trial)
 
             trial = self._agreement(rows[dim], countings_along(layout, dim), fits)
@@ -166,10 +190,10 @@ class LayoutSolver:
                 for row in rows[dim]:
                     self.solver.equalise(map(when_carried, row), layout.reason)
                 return self._register(trial, layout.reason)
-        return self._give_up(nodes, layout.sizes, layout.reason)
+        return self._freeze(nodes, layout.sizes, layout.reason)
 
-    def _sizes_fit(self, layout: Layout, dim: int | None, rows: Rows, removed: set[int], trial: Slots) -> bool:
-        """Whether all sizes come out right once these filters are gone: along `dim` fewer, elsewhere the same."""
+    def _sizes_fit(self, layout: Layout, dim: int | None, rows: Rows, removed: set[int], trial: Counted) -> bool:
+        """Whether all sizes are right without these filters: smaller along `dim`, the same along other dimensions."""
         gone = sum(self._gone(row, removed) for row in rows)
         for other, expression in enumerate(layout.sizes):
             if expression is not None:
@@ -178,17 +202,18 @@ class LayoutSolver:
                     return False
         return True
 
-    def _give_up(self, nodes: Iterable[int], sizes: Iterable[Expression | int | None], reason: str) -> None:
-        """Freeze the channels of a reshape that cannot follow, and those on which its sizes depend."""
-        self.solver.freeze_nodes([*nodes, *self._nodes_behind(sizes)], reason)
+    def _freeze(self, nodes: Iterable[int], sizes: Iterable[Expression | int | None], reason: str) -> None:
+        """Freeze the channels of a reshape for which no dimension works, and those on which its sizes depend."""
+        self.solver.freeze_nodes([*nodes, *self._nodes_of(sizes)], reason)
 
-    def _nodes_behind(self, sizes: Iterable[Expression | int | None]) -> list[int]:
+    def _nodes_of(self, sizes: Iterable[Expression | int | None]) -> list[int]:
+        """The channels on which sizes depend."""
         nodes: list[int] = []
         for leaf in (leaf for size in sizes if size is not None for leaf in leaves(size)):
             if isinstance(leaf, Dimension):
                 nodes += leaf.nodes.reshape(-1).tolist()
             else:
-                nodes += [node for row in self.slots.get(leaf, []) for node in row]
+                nodes += [node for row in self.counted.get(leaf, []) for node in row]
         return nodes
 
     def _violated(self, layout: Layout) -> bool:
@@ -196,21 +221,21 @@ class LayoutSolver:
         nodes = layout.nodes.reshape(-1).tolist()
         for removed in self._samples(nodes, layout.sizes):
             if not self._rectangular(layout, removed, {}):
-                self._give_up(nodes, layout.sizes, layout.reason)
+                self._freeze(nodes, layout.sizes, layout.reason)
                 return True
         return False
 
     def _samples(self, nodes: list[int], sizes: Iterable[Expression | int | None]) -> list[set[int]]:
-        """The filters behind a few of these channels, behind nearly all, and so for each leaf of the sizes."""
+        """Removals to check: filters of a few of these channels, of nearly all, and so for each leaf of the sizes."""
         samples: list[set[int]] = []
-        behind = [self._nodes_behind([leaf]) for size in sizes if size is not None for leaf in leaves(size)]
-        for some in (nodes, *behind):
+        dependencies = [self._nodes_of([leaf]) for size in sizes if size is not None for leaf in leaves(size)]
+        for some in (nodes, *dependencies):
             sets = {self.solver.exists(when_carried(node)) for node in some if node > ZERO} - {None}
-            samples += _tries(sorted((s for s in sets if s is not None), key=min))
+            samples += _trials(sorted((s for s in sets if s is not None), key=min))
         return samples
 
-    def _rectangular(self, layout: Layout, removed: set[int], trial: Slots) -> bool:
-        """Whether what is gone is whole hyperplanes along one dimension, and the sizes say the same."""
+    def _rectangular(self, layout: Layout, removed: set[int], trial: Counted) -> bool:
+        """Whether whole hyperplanes along one dimension are removed, and the sizes are right then."""
         known: dict[int, bool] = {}
         flat = [known.setdefault(n, self._gone([n], removed)) for n in layout.nodes.reshape(-1).tolist()]
         gone = torch.tensor(flat).view(layout.nodes.shape)
@@ -218,7 +243,8 @@ class LayoutSolver:
             return self._sizes_fit(layout, None, [], removed, trial)
         for dim in _candidates(layout):
             along = gone.movedim(dim, 0).reshape(gone.shape[dim], -1)
-            whole = bool((along == along[:, :1]).all())  # for more than one dimension only if everything is gone
+            # True for more than one dimension only if everything is removed.
+            whole = bool((along == along[:, :1]).all())
             if whole and self._sizes_fit(layout, dim, rows_along(layout.nodes, [dim]), removed, trial):
                 return True
         return False
@@ -226,22 +252,23 @@ class LayoutSolver:
     # --- counts ------------------------------------------------------------------------------------------------------
 
     def _count(self, count: Count) -> None:
+        """Find attributes that make a size the number of its rows, whichever are removed."""
         rows = [list(row) for row in count.rows]
         trial = self._agreement(
-            rows, countings(count.size, rows), lambda removed, trial: self._counts(count, removed, trial)
+            rows, countings(count.size, rows), lambda removed, trial: self._count_fits(count, removed, trial)
         )
         self._register(trial or {}, count.reason)
 
-    def _counts(self, count: Count, removed: set[int], trial: Slots) -> bool:
-        """Whether the size is still the number of rows once these filters are gone."""
+    def _count_fits(self, count: Count, removed: set[int], trial: Counted) -> bool:
+        """Whether the size is still the number of rows without these filters."""
         gone = sum(self._gone(row, removed) for row in count.rows)
         return self._size(count.size, removed, trial) == self._size(count.size, set(), trial) - gone
 
-    def _miscounts(self, count: Count) -> bool:
+    def _count_violated(self, count: Count) -> bool:
         nodes = [node for row in count.rows for node in row]
         for removed in self._samples(nodes, [count.size]):
-            if not self._counts(count, removed, {}):
-                self._give_up(nodes, [count.size], count.reason)
+            if not self._count_fits(count, removed, {}):
+                self._freeze(nodes, [count.size], count.reason)
                 return True
         return False
 
@@ -251,17 +278,17 @@ def _candidates(layout: Layout) -> list[int]:
 
 
 def _computes(layout: Layout) -> bool:
-    """Whether a size is computed from attributes; the sizes that are plain attributes say what those count."""
+    """Whether a size is computed from attributes: what those count is decided best after plain attributes are."""
     sizes = (size for size in layout.sizes if isinstance(size, Arithmetic))
     return any(isinstance(leaf, Attribute) for size in sizes for leaf in leaves(size))
 
 
-def _side_by_side(first: Rows, second: Rows) -> Rows:
+def _joined_rows(first: Rows, second: Rows) -> Rows:
     return [list({*one, *other}) for one, other in zip(first, second, strict=True)]
 
 
-def _tries(sets: Sequence[Iterable[int]]) -> list[set[int]]:
-    """A few of these removals, and all of them but the first together."""
+def _trials(sets: Sequence[Iterable[int]]) -> list[set[int]]:
+    """Removals to try: a few of the sets one by one, and all but the first together."""
     if not sets:
         return []
     return [*map(set, sets[:: max(1, len(sets) // 3)]), set(sets[-1]), set().union(*sets[1:]) - set(sets[0])]
@@ -270,7 +297,8 @@ def _tries(sets: Sequence[Iterable[int]]) -> list[set[int]]:
 def countings(size: Expression | int | None, rows: Rows) -> Iterator[Counting]:
     """What the attributes of a size may count, if the size is the number of these rows.
 
-    A sum counts its first part first. A factor of a product counts blocks, or rows that lie a fixed distance apart.
+    The left part of a sum counts the first rows. A factor of a product counts blocks of rows, or rows at a fixed
+    distance from each other.
     """
     if isinstance(size, Attribute):
         if size.value == len(rows):
@@ -290,9 +318,10 @@ def countings(size: Expression | int | None, rows: Rows) -> Iterator[Counting]:
 
 
 def countings_along(layout: Layout, dim: int) -> Iterator[Counting]:
-    """What the attributes in the sizes of a layout may count, if channels go along one of its dimensions.
+    """What the attributes in the sizes of a layout may count, if channels are removed along one of its dimensions.
 
-    A dividend, as `self.dim` in `view(..., self.heads, self.dim // self.heads)`, counts along the neighbours too.
+    A dividend, as `self.dim` in `view(..., self.heads, self.dim // self.heads)`, may count along several neighbouring
+    dimensions.
     """
     yield from countings(layout.sizes[dim], rows_along(layout.nodes, [dim]))
     dims = [d for d in range(layout.nodes.dim()) if layout.nodes.shape[d] > 1]
@@ -304,7 +333,7 @@ def countings_along(layout: Layout, dim: int) -> Iterator[Counting]:
 
 
 def rows_along(nodes: Tensor, dims: Sequence[int]) -> Rows:
-    """The nodes at each index along these dimensions together."""
+    """The nodes at each combination of indices along these dimensions."""
     front = nodes.movedim(list(dims), list(range(len(dims))))
     rows: Rows = front.reshape(math.prod(front.shape[: len(dims)]), -1).tolist()
     return rows

@@ -1,12 +1,12 @@
 """Integers that remember where they come from.
 
 A user's forward computes sizes: `b, c, h, w = x.shape; x.view(b, self.groups, c // self.groups, h, w)`. When channels
-are removed, `c` shrinks by itself, and `self.groups` does not unless somebody changes the attribute. To know which of
-the two a size is, the tracer hands the forward `Size` objects in place of plain integers: they behave as integers and
-carry an expression whose leaves are dimensions of tensors and attributes of modules.
+are removed, `c` is smaller, and `self.groups` is the same unless the attribute is changed too. To know where a size
+comes from, the tracer gives the forward `Size` objects in place of plain integers: they behave as integers and have an
+expression whose leaves are dimensions of tensors and attributes of modules.
 
-A `Size` that is turned into a float (`c ** -0.5`, `math.sqrt(c)`) is used as a number, not as a shape: a narrow network
-would compute another number, so the dimension has to stay whole. `Size` reports that to whoever made it.
+A `Size` that is turned into a float (`c ** -0.5`, `math.sqrt(c)`) is used as a number, not as a shape. A narrow network
+would compute another number, so the dimension must not shrink: `Size` calls `report`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Attribute:
-    """Leaf: an integer attribute of a module of the user's."""
+    """Leaf: an integer attribute of one of the user's modules."""
 
     module: str
     name: str
@@ -51,20 +51,20 @@ def evaluate(expression: Expression | int, leaf: Callable[[Dimension | Attribute
     """The value of an expression, given that of its leaves.
 
     Raises:
-        ArithmeticError: for a division by zero, and with `exact` for one that leaves a rest.
+        ArithmeticError: for a division by zero, and with `exact` for one with a remainder.
     """
     if isinstance(expression, int):
         return int(expression)
     if isinstance(expression, Arithmetic):
         left, right = (evaluate(side, leaf, exact) for side in (expression.left, expression.right))
         if exact and expression.function is operator.floordiv and left % right:
-            raise ArithmeticError(f"{left} // {right} leaves a rest")
+            raise ArithmeticError(f"{left} // {right} has a remainder")
         return expression.function(left, right)
     return leaf(expression)
 
 
 def full(leaf: Dimension | Attribute) -> int:
-    """The value of a leaf in the network as it is."""
+    """The value of a leaf in the dense network."""
     return leaf.value if isinstance(leaf, Attribute) else len(leaf.nodes)
 
 
@@ -144,7 +144,7 @@ class Size(int):
     def __rpow__(self, other: Any, mod: Any = None) -> Any:
         return pow(other, self._number(), mod)
 
-    # A branch taken by size, or a minimum width, may come out otherwise in a narrow network.
+    # The result of a comparison, such as a branch or a minimum width, may differ in a narrow network.
 
     def __lt__(self, other: Any) -> Any:
         return self._number().__lt__(other)
@@ -166,7 +166,7 @@ class Size(int):
 
 
 class Shape(tuple[int, ...]):
-    """What `tensor.shape` gives while tracing: a tuple, because `torch.Size` drops subclasses of int."""
+    """The `tensor.shape` of a traced tensor: a tuple, because `torch.Size` converts its items to plain int."""
 
     __slots__ = ()
 

@@ -1,34 +1,51 @@
-"""Which filters are tied, which are frozen, and so when each channel exists."""
+"""Which filters are kept or dropped together, which are always kept, and so when each channel exists.
+
+Two relations are all that is decided: filters are *tied* (a union-find over atoms) or *frozen* (always kept). Both only
+ever grow, so constraints can be applied one after the other, in any order: the order decides how many filters remain
+prunable, not whether the result is right.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from slimstart.graph.constraints import CONSTANT, ZERO, Ledger, Presence, UnionFind, when_carried
+from slimstart.graph.constraints import CONSTANT, ZERO, Constraints, Presence, UnionFind, when_carried
 from slimstart.graph.sizes import Attribute, leaves
 
 Atoms = frozenset[int]
 
 
 class Solver:
-    """Which atoms are tied, which are frozen, and so when each channel exists."""
+    """Ties and frozen filters of one network.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.atoms = ledger.atoms
-        self.frozen: dict[int, str] = {}  # root atom -> reason
+    Args:
+        constraints: of a finished trace; its union-find `atoms` is shared, and grows here.
+
+    Attributes:
+        atoms: ties between filters; `find` gives the root, representing all that are tied.
+        frozen: the reason for each root whose filters are always kept.
+        fixed_attributes: attributes of modules that must not change, because they are used as numbers.
+        written: for each root of the carriers, the atoms that write it.
+        carried: the same, or None where the carrier always exists.
+    """
+
+    def __init__(self, constraints: Constraints) -> None:
+        self.constraints = constraints
+        self.atoms = constraints.atoms
+        self.frozen: dict[int, str] = {}
         self.fixed_attributes: set[Attribute] = set()
-        self.written: dict[int, set[int]] = defaultdict(set)  # root of carriers -> the atoms that write it
-        self.carried: dict[int, Atoms | None] = {}  # root of carriers -> the atoms that write it; None: always there
-        self._roots: dict[Atoms, Atoms | None] = {}  # what `roots` has answered since the last tie or freeze
+        self.written: dict[int, set[int]] = defaultdict(set)
+        self.carried: dict[int, Atoms | None] = {}
+        # Caches, valid until the next tie or freeze: a network of a thousand layers asks for a few sets many times.
+        self._roots: dict[Atoms, Atoms | None] = {}
         self._table: list[Atoms | None] = []
         self._solve_carriers()
 
-    # --- the three verbs -------------------------------------------------------------------------------------------
+    # --- ties and frozen filters -----------------------------------------------------------------------------------
 
     def freeze(self, atoms: Iterable[int], reason: str) -> None:
-        """These filters are always kept."""
+        """Always keep these filters."""
         for atom in atoms:
             root = self.atoms.find(atom)
             if root not in self.frozen:
@@ -36,11 +53,12 @@ class Solver:
                 self._forget()
 
     def tie(self, atoms: Iterable[int]) -> None:
-        """These filters are kept or dropped together."""
+        """Keep or drop these filters together."""
         first, *rest = sorted(set(atoms)) or [0]
         for atom in rest:
             one, other = self.atoms.find(first), self.atoms.find(atom)
             if one != other:
+                # If either is frozen, both are now; the reason is moved to the new root, whichever that is.
                 reason = self.frozen.pop(one, None) or self.frozen.pop(other, None)
                 self.frozen.pop(other, None)
                 root = self.atoms.union(one, other)
@@ -49,31 +67,31 @@ class Solver:
                     self.frozen[root] = reason
 
     def exists(self, presence: Presence) -> Atoms | None:
-        """The (tied) filters of which one must be kept for the channel to exist; None: it always does."""
+        """The roots of the filters that write a channel: it exists if one of them is kept; None: it always does."""
         node, live = divmod(presence, 2)
         if node <= ZERO:
             return None
-        return self.roots(self.ledger.live[node] if live else self.carried[self.ledger.carriers.find(node)])
+        return self.roots(self.constraints.live[node] if live else self.carried[self.constraints.carriers.find(node)])
 
     def exists_table(self) -> list[Atoms | None]:
-        """`exists` for every presence at once, by index."""
+        """`exists` of every presence, by its number."""
         if self._table:
             return self._table
-        find = self.ledger.carriers.find
+        find = self.constraints.carriers.find
         table: list[Atoms | None] = [None, None] * (ZERO + 1)
-        for node in range(ZERO + 1, len(self.ledger.live)):
+        for node in range(ZERO + 1, len(self.constraints.live)):
             table.append(self.roots(self.carried[find(node)]))
-            table.append(self.roots(self.ledger.live[node]))
+            table.append(self.roots(self.constraints.live[node]))
         self._table = table
         return table
 
     def _forget(self) -> None:
-        """Ties or freezes have changed what exists."""
+        """Clear the caches."""
         self._roots.clear()
         self._table = []
 
     def roots(self, atoms: Atoms | None) -> Atoms | None:
-        """What a set of writers comes down to: one filter for each tie, or None if one of them is always kept."""
+        """The roots of a set of writers; None if one of them is always kept."""
         if atoms is None:
             return None
         if atoms not in self._roots:
@@ -82,7 +100,7 @@ class Solver:
         return self._roots[atoms]
 
     def equalise(self, presences: Iterable[Presence], reason: str) -> None:
-        """These channels exist at the same time."""
+        """Keep or drop these channels together."""
         sets = {self.exists(presence) for presence in presences}
         if len(sets) < 2:
             return
@@ -92,75 +110,82 @@ class Solver:
         else:
             self.tie(atoms)
 
-    # --- the steps -------------------------------------------------------------------------------------------------
+    # --- from constraints to ties ----------------------------------------------------------------------------------
 
     def _solve_carriers(self) -> None:
-        ledger, find = self.ledger, self.ledger.carriers.find
+        """Find the writers of every carrier; tie and freeze those that may not have masks of their own."""
+        constraints, find = self.constraints, self.constraints.carriers.find
         always: set[int] = set()
-        for node, live in enumerate(ledger.live):
+        for node, live in enumerate(constraints.live):
             if live is None:
                 always.add(find(node))
             else:
                 self.written[find(node)] |= live
-        whole: dict[int, str] = {}
-        for node, reason in ledger.whole.items():
-            whole.setdefault(find(node), reason)
-        tied = {find(node) for node in ledger.tied}
-        for carrier in range(len(ledger.live)):
+        required: dict[int, str] = {}
+        for node, reason in constraints.required.items():
+            required.setdefault(find(node), reason)
+        tied = {find(node) for node in constraints.tied}
+        for carrier in range(len(constraints.live)):
             if find(carrier) != carrier:
                 continue
             atoms = self.written[carrier]
-            # A channel that one layer alone writes and that must exist needs its writer; a stream can hold a zero.
+            # A channel that must exist and has a single writer needs that writer. With several, the writers can still
+            # be dropped: the stream then holds a zero there.
             alone = len(atoms) <= 1 and carrier not in always
             if carrier in tied:
                 self.tie(atoms)
-            if (carrier in tied and (carrier in whole or carrier in always)) or (carrier in whole and alone):
-                self.freeze(atoms, whole.get(carrier, "it is tied to channels that are always there"))
-            self.carried[carrier] = None if carrier in whole or carrier in always else frozenset(atoms)
+            if (carrier in tied and (carrier in required or carrier in always)) or (carrier in required and alone):
+                self.freeze(atoms, required.get(carrier, "it is tied to channels that are always there"))
+            self.carried[carrier] = None if carrier in required or carrier in always else frozenset(atoms)
 
     def keep(self, reasons: Mapping[str, str]) -> None:
-        """Leave the filters of named modules and parameters whole."""
-        for writer, atoms in self.ledger.writers.items():
-            names = (writer[0], self.ledger.layers[writer])
+        """Freeze the filters of named modules and parameters; "" names the whole model."""
+        for writer, atoms in self.constraints.writers.items():
+            names = (writer[0], self.constraints.layers[writer])
             for name, reason in reasons.items():
                 if not name or any(own == name or own.startswith(name + ".") for own in names):
                     self.freeze(atoms, reason)
 
-    def settle_notes(self) -> None:
-        """Outputs, sizes used as numbers, indices with several channels, channels that go together."""
-        ledger = self.ledger
-        for node, reason in ledger.frozen.items():
-            live = ledger.live[node]  # something always on hides who else writes: then all writers are meant
-            self.freeze(self.written[ledger.carriers.find(node)] if live is None else live, reason)
-        for expression, reason in ledger.numbers:
+    def apply_constraints(self) -> None:
+        """Freeze outputs and sizes that are used as numbers; tie channels that must exist together."""
+        constraints = self.constraints
+        for node, reason in constraints.frozen.items():
+            # `live` is None where a constant was added, and then does not say who else writes: freeze all writers.
+            live = constraints.live[node]
+            self.freeze(self.written[constraints.carriers.find(node)] if live is None else live, reason)
+        for expression, reason in constraints.numbers:
             for leaf in leaves(expression):
                 if isinstance(leaf, Attribute):
                     self.fixed_attributes.add(leaf)
                 else:
                     self.freeze_nodes(leaf.nodes.reshape(-1).tolist(), reason)
-        for presences in ledger.together:
+        for presences in constraints.together:
             self.equalise(presences, "it is tied to channels that are always there")
-        for (name, dim), entries in ledger.entries.items():
+        for (name, dim), entries in constraints.entries.items():
+            # A parameter that is used twice, or whose index is: there is one slice, so all its channels agree.
             if len(entries) > 1 or len(set(entries[0][0])) < len(entries[0][0]):
-                for presences in index_presences(ledger, name, dim).values():
-                    self.equalise(presences, f"{name} is used in a way that keeps it whole")
+                for presences in index_presences(constraints, name, dim).values():
+                    self.equalise(presences, f"{name} is shared with a layer whose channels cannot be removed")
 
     def freeze_nodes(self, nodes: Iterable[int], reason: str) -> None:
-        """Whatever writes the carriers of these nodes is always kept."""
+        """Always keep the filters that write the carriers of these nodes."""
         for node in set(nodes):
             if node > ZERO:
                 self.freeze(self.exists(when_carried(node)) or (), reason)
 
     def guarantee_channels(self, axes: Sequence[Sequence[Presence]]) -> dict[int, int]:
-        """Freeze as little as needed for every layer to have a channel; returns the group of every root atom.
+        """Freeze as few filters as needed for every layer to keep a channel.
 
         Filters of one parameter form a group, of which the mask keeps at least one. An axis that does not contain all
         of some group (half of a layer that is split in two) could still end up empty: there, one filter is always kept.
+
+        Returns:
+            The group of every root that can be dropped.
         """
-        while True:
+        while True:  # a filter that is frozen leaves its group, which may leave another axis without a whole group
             written = [
                 sorted({root for root in map(self.atoms.find, atoms) if root not in self.frozen})
-                for atoms in self.ledger.writers.values()
+                for atoms in self.constraints.writers.values()
             ]
             together = UnionFind()
             together.parent = list(range(len(self.atoms.parent)))
@@ -185,9 +210,9 @@ class Solver:
                 return groups
 
 
-def index_presences(ledger: Ledger, name: str, dim: int) -> dict[int, tuple[Presence, ...]]:
-    """For every index of a dimension of a named tensor, the channels it belongs to."""
-    entries = ledger.entries[name, dim]
+def index_presences(constraints: Constraints, name: str, dim: int) -> dict[int, tuple[Presence, ...]]:
+    """For every index along a dimension of a named tensor, the channels that it belongs to."""
+    entries = constraints.entries[name, dim]
     if all(indices == entries[0][0] for indices, _ in entries):  # nearly always
         return dict(zip(entries[0][0], zip(*(presences for _, presences in entries), strict=True), strict=True))
     found: dict[int, tuple[Presence, ...]] = defaultdict(tuple)
@@ -197,10 +222,10 @@ def index_presences(ledger: Ledger, name: str, dim: int) -> dict[int, tuple[Pres
     return found
 
 
-def axis_presences(ledger: Ledger, name: str, dim: int, size: int) -> tuple[Presence, ...]:
-    """When each index of a dimension of a named tensor exists; indices that nobody uses always do."""
-    entries = ledger.entries[name, dim]
+def axis_presences(constraints: Constraints, name: str, dim: int, size: int) -> tuple[Presence, ...]:
+    """When each index along a dimension of a named tensor exists; indices that are never used always do."""
+    entries = constraints.entries[name, dim]
     if entries[0][0] == tuple(range(size)):
         return entries[0][1]
-    channels = index_presences(ledger, name, dim)
+    channels = index_presences(constraints, name, dim)
     return tuple(channels[i][0] if i in channels else CONSTANT for i in range(size))

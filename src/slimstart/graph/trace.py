@@ -1,7 +1,12 @@
-"""trace(model, example_inputs) -> ChannelGraph: run the user's own forward once per mode and solve what it says.
+"""trace(model, example_inputs) -> ChannelGraph: run the user's own forward once per mode and follow its channels.
 
-The model is not touched: a copy of it is run. Its forward may be any Python; what it does to
-tensors is followed by operation (`tracer.py`, `rules/`), what sizes it computes by `sizes.py`.
+The model is not changed: a copy of it is run. Its forward may be any Python, with real values, so that control flow
+which depends on data takes its ordinary branch. Two modes of PyTorch see what it does:
+
+- a dispatch mode sees every operation with its tensors. Under inference mode composite operations (`linear`, `chunk`,
+  `scaled_dot_product_attention`) arrive in one piece; one without a rule is decomposed into those that have rules.
+- a function mode above it returns `Size` objects for `tensor.shape`, and records the sizes with which a function was
+  called, because the dispatcher would convert them to plain integers.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from slimstart.devices import cuda_devices
 from slimstart.errors import TraceError
 from slimstart.graph.build import build_graph
 from slimstart.graph.channels import ChannelGraph
-from slimstart.graph.constraints import Ledger
+from slimstart.graph.constraints import Constraints
 from slimstart.graph.rules import rule_for
 from slimstart.graph.sizes import Attribute, Dimension, Shape, Size
 from slimstart.graph.tracer import Call, Tracer, bind
@@ -49,7 +54,7 @@ def trace(
     keep: Iterable[str] = (),
     without: Iterable[tuple[str, str]] = (),
 ) -> ChannelGraph:
-    """Find out which channels of a model can be removed, and what goes with them.
+    """Find out which channels of a model can be removed, and which tensor slices belong to them.
 
     Args:
         model: any module; its forward is ordinary Python.
@@ -57,8 +62,8 @@ def trace(
             for these inputs.
         coupling: "filter", every filter has its own mask, also where several layers write into one residual stream; or
             "stream", all writers of a stream share one.
-        keep: names of modules or parameters whose filters stay whole.
-        without: more of the same as (layer, reason), for callers that found a layer wanting.
+        keep: names of modules or parameters whose filters are all kept.
+        without: more of them as (layer, reason), with a reason of the caller's.
 
     Raises:
         TraceError: if the forward fails on the example inputs.
@@ -70,39 +75,45 @@ def trace(
     reasons = dict.fromkeys(asked, "asked for by `keep`") | dict(without)
     known = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
     if unknown := sorted(set(asked) - known):
-        raise ValueError(f"`keep` names {unknown}, but the model has no module or parameter of that name")
-    ledger = Ledger(coupling)
+        raise ValueError(
+            f"`keep` names {unknown}, but the model has no module or parameter of that name; names are those of "
+            "`model.named_modules()` and `model.named_parameters()`"
+        )
+    constraints = Constraints(coupling)
     try:
-        twin = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     except Exception as error:
-        raise TraceError(f"the model cannot be copied: {error}") from error
+        raise TraceError(f"the model cannot be copied: {error}; it must work with copy.deepcopy") from error
     with _no_garbage_collection():
-        reached = _run(twin, args, kwargs, ledger, training=False)
-        try:  # parts that only run in training (auxiliary heads) read channels too
-            reached |= _run_in_training(twin, args, kwargs, ledger)
+        reached = _run(copied, args, kwargs, constraints, training=False)
+        try:  # parts that run only in training mode (auxiliary heads) read channels too
+            reached |= _run_in_training(copied, args, kwargs, constraints)
         except TraceError as error:
-            logger.warning("the forward in training mode could not be followed, so it is not proven: %s", error)
+            logger.warning(
+                "the forward in training mode could not be traced, so layers that run only there are not followed: %s",
+                error,
+            )
         for name, module in model.named_modules():
             if name not in reached and any(True for _ in module.parameters(recurse=False)):
-                ledger.unfollowed.setdefault(name, "not reached with `example_inputs`")
-        return build_graph(ledger, model, reasons)
+                constraints.unfollowed.setdefault(name, "not reached with `example_inputs`")
+        return build_graph(constraints, model, reasons)
 
 
-def _run_in_training(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger) -> set[str]:
-    """Follow the forward in training mode; batch statistics of a single example fail, so a second try has two."""
+def _run_in_training(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints) -> set[str]:
+    """Follow the forward in training mode; if it fails, with every input twice: batch statistics need two examples."""
 
     def twice(leaf: Any) -> Any:
         return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
 
     try:
-        return _run(twin, args, kwargs, ledger, training=True)
+        return _run(copied, args, kwargs, constraints, training=True)
     except TraceError:
-        return _run(twin, tree_map(twice, args), tree_map(twice, kwargs), ledger, training=True)
+        return _run(copied, tree_map(twice, args), tree_map(twice, kwargs), constraints, training=True)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A trace makes millions of small objects and no cycles; looking for some would double its time."""
+    """A trace makes millions of small objects and no reference cycles; garbage collection would double its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,44 +123,44 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _run(twin: nn.Module, args: Any, kwargs: Any, ledger: Ledger, training: bool) -> set[str]:
+def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, training: bool) -> set[str]:
     """Follow one forward of a copy of the model; costs are counted in evaluation mode only.
 
     Returns:
-        The names of the modules that were run, or of which a parameter was used all the same (by a fused layer).
+        The names of the modules that were run, or whose parameters were used without (by a fused layer).
     """
-    twin.train(training)
-    named = [*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)]
+    copied.train(training)
+    named = [*copied.named_parameters(remove_duplicate=False), *copied.named_buffers(remove_duplicate=False)]
     names: dict[int, str] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), name)
-    native = {name: module for name, module in twin.named_modules() if _is_native(module)}
-    # The fused forward of these reads the weights of its layers and never calls them.
-    fused = [name for name, module in twin.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    native = {name: module for name, module in copied.named_modules() if _is_native(module)}
+    # The fused forward of these reads the weights of its layers without calling them, so ports would have no effect.
+    fused = [name for name, module in copied.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
     portable = {name for name in native if not any(name.startswith(parent + ".") or not parent for parent in fused)}
     sizes = {n: t.shape for n, t in named}
-    tracer = Tracer(ledger, names, sizes, native, portable, rule_for, count_costs=not training)
-    for name, module in twin.named_modules():
+    tracer = Tracer(constraints, names, sizes, native, portable, rule_for, count_costs=not training)
+    for name, module in copied.named_modules():
         if not type(module).__module__.startswith("torch."):
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, int) and not isinstance(value, bool) and int(value) > 0:
                     size = Size(int(value), Attribute(name, attribute, int(value)), tracer.size_used_as_number)
                     module.__dict__[attribute] = size
     try:
-        with torch.random.fork_rng(devices=cuda_devices(twin)), _listening(tracer, twin):
-            outputs = twin(*args, **kwargs)
+        with torch.random.fork_rng(devices=cuda_devices(copied)), _listening(tracer, copied):
+            outputs = copied(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model's forward fails on `example_inputs`: {type(error).__name__}: {error}") from error
     for tensor in _tensors_in(outputs):
         if (value := tracer.activation(tensor)) is not None:
-            ledger.freeze(value.nodes, "it is an output of the network")
-    parameters = twin.named_parameters(remove_duplicate=False)
+            constraints.freeze(value.nodes, "it is an output of the network")
+    parameters = copied.named_parameters(remove_duplicate=False)
     used = {name.rpartition(".")[0] for name, tensor in parameters if names[id(tensor)] in tracer.used}
     return tracer.reached | used
 
 
 def _is_native(module: nn.Module) -> bool:
-    """Whether the module is one of PyTorch's own layers, or a subclass that does not change what it computes."""
+    """Whether the module is one of PyTorch's own layers, or a subclass with the same forward."""
     base = next((layer for layer in _LAYERS if isinstance(module, layer)), None)
     unchanged = base is not None and type(module).forward is base.forward
     return unchanged or getattr(type(module), "same_as_base", False) or isinstance(module, nn.SyncBatchNorm)
@@ -173,7 +184,7 @@ def _tensors_in(outputs: Any, depth: int = 4) -> Iterator[Tensor]:
 
 @contextmanager
 def _listening(tracer: Tracer, model: nn.Module) -> Iterator[None]:
-    """Follow whatever `model` computes."""
+    """Follow what `model` computes within this context."""
 
     def enter(name: str, *_: Any) -> None:
         tracer.modules.append(name)
@@ -209,7 +220,7 @@ class _Functions(TorchFunctionMode):
         outer, self.tracer.written = self.tracer.written, (func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _ESCAPES:
-            self.tracer.keep_whole(args[:1], f"it leaves PyTorch ({name})")
+            self.tracer.keep_all(args[:1], f"it leaves PyTorch ({name})")
         for size in self._used_as_numbers(name, args, kwargs):
             self.tracer.size_used_as_number(size.expression)
         try:
@@ -218,7 +229,7 @@ class _Functions(TorchFunctionMode):
             self.tracer.written = outer
 
     def _used_as_numbers(self, name: str, args: Any, kwargs: Any) -> list[Size]:
-        """Sizes that must not change: in `x * c`, and those by which a tensor is reshaped that has no channels."""
+        """Sizes that must not change: in `x * c`, and those with which a constant is reshaped."""
         leaves = tree_flatten((args, kwargs))[0]
         for piece in [leaf for leaf in leaves if isinstance(leaf, slice)]:
             leaves += [piece.start, piece.stop]
@@ -273,8 +284,8 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name not in _COSTLY and all(tracer.value(tensor) is None for tensor in tensors):
             return func(*args, **kwargs)
-        if name in _RECURRENT:  # PyTorch's module compares sizes with attributes of its own
-            tracer.keep_whole(tensors, f"it enters a recurrent layer ({name})")
+        if name in _RECURRENT:  # PyTorch's module checks sizes against its attributes
+            tracer.keep_all(tensors, f"it enters a recurrent layer ({name})")
         rule = tracer.rule_for(func)
         if rule is None and func._can_decompose():
             tracer.decomposing += 1
@@ -286,7 +297,7 @@ class _Operations(TorchDispatchMode):
         arguments = bind(func, args, kwargs)
         result = func(*args, **kwargs)
         if rule is None:
-            tracer.keep_whole(tensors, f"operation {name} has no rule")
+            tracer.keep_all(tensors, f"operation {name} has no rule")
         else:
             rule(tracer, Call(name, arguments, result, tracer.written, func))
         return result

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.constraints import Ledger
+from slimstart.graph.constraints import Constraints
 from slimstart.graph.sizes import Expression
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What is known of a tensor: integer tensors of its shape (length one where nothing changes), moved as it is.
+    """What is known of a tensor: integer tensors of its shape, which are reshaped and permuted as it is.
 
     An activation has one field, its node ids. A parameter or buffer has `source`, its name, and one field per dimension
-    of the original: from which index each entry comes.
+    of the original: the index from which each entry comes. Fields have length one along dimensions where they do not
+    change.
     """
 
     fields: tuple[Tensor, ...]
@@ -40,13 +41,13 @@ class Value:
         return [dim for dim in range(len(self.shape)) if any(f.shape[dim] > 1 for f in self.fields)]
 
     def moved(self, operation: Callable[[Tensor], Tensor]) -> Value:
-        """The value behind an operation that only moves entries."""
+        """The value after an operation that only moves entries."""
         fields = tuple(operation(f.expand(self.shape)) for f in self.fields)
         return Value(tuple(compress(f) for f in fields), fields[0].shape if fields else torch.Size(), self.source)
 
 
 def compress(field: Tensor) -> Tensor:
-    """The same field, of length one along every dimension where it does not change."""
+    """The same field, reduced to length one along every dimension where it does not change."""
     for dim, size in enumerate(field.shape):
         if size > 1:
             first = field.narrow(dim, 0, 1)
@@ -57,7 +58,7 @@ def compress(field: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """One operation: its arguments by the names of its schema, its result, and the sizes the user wrote."""
+    """One operation: its arguments by the names in its schema, its result, and the call as the user wrote it."""
 
     name: str
     arguments: dict[str, Any]
@@ -70,7 +71,7 @@ class Call:
 
     @property
     def subject(self) -> Any:
-        """The tensor that the operation is applied to; schemas call it `self` or `input`."""
+        """The tensor to which the operation is applied; schemas name it `self` or `input`."""
         return self.arguments["self"] if "self" in self.arguments else self.arguments["input"]
 
     @property
@@ -89,19 +90,25 @@ def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, An
 
 @dataclass
 class Tracer:
-    """State of one run: the values of live tensors and the stack of modules; what is learned goes to the ledger.
+    """State of one run: what is known of its tensors, and which module runs. Rules read it and add constraints.
 
     Attributes:
-        ledger: where the notes go.
+        constraints: of the trace.
         names: names of the parameters and buffers, by identity.
         full_sizes: their shapes, by name.
         native: layers of PyTorch's own, by name.
-        portable: those of them that can be given ports.
+        portable: names of the native layers that can be given ports.
         rule_for: finds the rule of an operation.
         count_costs: whether this run's operations enter the cost table.
+        modules: names of the modules that run now, the innermost last.
+        reached: names of all modules that have run.
+        used: names of parameters and buffers that have entered an operation.
+        values: what is known of each tensor; constants are absent.
+        written: the function that the user called, which the present operation belongs to, with its arguments.
+        decomposing: how many operations are being decomposed, one within the other.
     """
 
-    ledger: Ledger
+    constraints: Constraints
     names: dict[int, str]
     full_sizes: dict[str, torch.Size]
     native: dict[str, nn.Module]
@@ -110,12 +117,10 @@ class Tracer:
     count_costs: bool
     modules: list[str] = field(default_factory=lambda: [""])
     reached: set[str] = field(default_factory=set)
-    used: set[str] = field(default_factory=set)  # parameters and buffers that entered an operation
+    used: set[str] = field(default_factory=set)
     values: Any = field(default_factory=WeakTensorKeyDictionary)
     written: tuple[Any, ...] = ()
     decomposing: int = 0
-
-    # --- values ----------------------------------------------------------------------------------------------------
 
     def value(self, tensor: Any) -> Value | None:
         """What is known of a tensor; None for constants."""
@@ -126,8 +131,8 @@ class Tracer:
             dims = range(tensor.dim())
             fields = [torch.arange(tensor.shape[d]).view([-1 if e == d else 1 for e in dims]) for d in dims]
             return Value(tuple(fields), tensor.shape, self.names[id(tensor)])
-        if known is not None and known.shape != tensor.shape:  # resized in place: nothing is known any more
-            self.ledger.keep_whole(known.nodes, "it is resized in place") if known.source is None else None
+        if known is not None and known.shape != tensor.shape:  # resized in place
+            self.constraints.keep_all(known.nodes, "it is resized in place") if known.source is None else None
             return None
         return known
 
@@ -142,7 +147,7 @@ class Tracer:
         return value if value is not None and value.source is not None else None
 
     def set(self, tensor: Tensor, nodes: Tensor) -> None:
-        """Say that a tensor carries these nodes (of its number of dimensions, length one where nothing changes)."""
+        """Set the nodes of a tensor: a field with its number of dimensions, of length one where nothing changes."""
         if nodes.dim() < tensor.dim():
             nodes = nodes.view((1,) * (tensor.dim() - nodes.dim()) + nodes.shape)
         nodes = compress(nodes)
@@ -152,27 +157,27 @@ class Tracer:
             self.values[tensor] = Value((nodes,), tensor.shape)
 
     def overwrite(self, tensor: Tensor, nodes: Tensor) -> None:
-        """`set` for a tensor that was written in place: other tensors that show the same memory lose track."""
+        """Set the nodes of a tensor that was written in place; views of the same memory are not followed further."""
         before = self.activation(tensor)
         if before is not None and before.nodes.shape == nodes.shape and bool((before.nodes == nodes).all()):
             return
         memory = tensor.untyped_storage().data_ptr()
         others = [t for t in self.values if t is not tensor and t.untyped_storage().data_ptr() == memory]
         if others:
-            self.keep_whole(others, "a view of it is written in place")
-            self.ledger.keep_whole(nodes, "it is written into a view of another tensor")
-            for other in others:  # who else writes them now is not known: they are read whole
+            self.keep_all(others, "a view of it is written in place")
+            self.constraints.keep_all(nodes, "it is written into a view of another tensor")
+            for other in others:  # constants from now on: their readers need all channels
                 del self.values[other]
         self.set(tensor, nodes)
 
     def set_channels(self, tensor: Tensor, dim: int, nodes: Sequence[int]) -> None:
-        """Say that a tensor carries these nodes along one dimension."""
+        """Set the nodes of a tensor along one dimension."""
         shape = [1] * tensor.dim()
         shape[dim] = len(nodes)
         self.set(tensor, torch.tensor(list(nodes), dtype=torch.int64).view(shape))
 
     def channels(self, tensor: Tensor, dim: int) -> list[int] | None:
-        """Nodes along one dimension; None if they change along another one too."""
+        """The nodes along one dimension; None if they change along another one too."""
         value = self.activation(tensor)
         if value is None:
             return [0] * tensor.shape[dim]
@@ -183,12 +188,12 @@ class Tracer:
         return nodes
 
     def boundary(self, parameter: str | None) -> str | None:
-        """The layer being run, if it owns this parameter and can be given ports."""
+        """The name of the layer that runs, if it owns this parameter and can be given ports."""
         owner = self.owner(parameter)
         return owner if owner in self.portable else None
 
     def owner(self, parameter: str | None) -> str | None:
-        """The module being run, if it is a layer of PyTorch's that owns this parameter (or has none at all)."""
+        """The name of the layer that runs, if it is PyTorch's own and owns this parameter (any, for None)."""
         module = self.modules[-1]
         if module not in self.native:
             return None
@@ -199,22 +204,22 @@ class Tracer:
         )
         return module if home == module or tied else None
 
-    def keep_whole(self, tensors: Sequence[Any], reason: str) -> None:
-        """Whatever these tensors are, they stay as they are."""
+    def keep_all(self, tensors: Sequence[Any], reason: str) -> None:
+        """Keep all channels of these tensors, activations or parameters, for a reason that the user is told."""
         for tensor in tensors:
             value = self.value(tensor)
             if value is not None and value.source is None:
-                self.ledger.keep_whole(value.nodes, reason)
+                self.constraints.keep_all(value.nodes, reason)
             elif value is not None:
                 self.pin(value, reason)
 
     def pin(self, value: Value, reason: str) -> None:
-        """A parameter that is used in a way that cannot be followed is never cut, whoever else uses it."""
+        """Keep all indices of a parameter, because one of its uses cannot be followed."""
         assert value.source is not None
-        self.ledger.unfollowed.setdefault(value.source, reason)
+        self.constraints.unfollowed.setdefault(value.source, reason)
         for dim, coordinates in enumerate(value.fields):
             indices = torch.unique(coordinates).tolist()
-            self.ledger.follow(value.source, dim, indices, [0] * len(indices))
+            self.constraints.follow(value.source, dim, indices, [0] * len(indices))
 
     def size_used_as_number(self, expression: Expression) -> None:
-        self.ledger.used_as_number(expression, self.modules[-1])
+        self.constraints.used_as_number(expression, self.modules[-1])

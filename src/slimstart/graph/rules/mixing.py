@@ -1,6 +1,6 @@
 """Operations that mix channels: convolutions, linear layers, embeddings, products of activations, attention.
 
-Each reads the channels of its input, writes new ones, and costs multiply-adds. The counts are those of PyTorch's own
+Each reads the channels of its input, writes others, and costs multiply-adds. The counts are those of PyTorch's own
 `FlopCounterMode`, halved: one multiply-add is 1.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slimstart.graph.constraints import CONSTANT, ZERO, CostNote, Layout, Presence, when_carried, when_live
+from slimstart.graph.constraints import CONSTANT, ZERO, Layout, OperationCost, Presence, when_carried, when_live
 from slimstart.graph.rules.norms import per_channel_layer
 from slimstart.graph.rules.register import register_rule
 from slimstart.graph.rules.shapes import pairwise
@@ -20,14 +20,14 @@ from slimstart.graph.tracer import Call, Tracer, Value
 
 
 def _cost(tracer: Tracer, total: int, *factors: Sequence[Presence]) -> None:
-    """Note that `total` multiply-adds are proportional to the number of channels in each factor."""
+    """Record `total` multiply-adds, proportional to the number of channels in each factor."""
     if tracer.count_costs:
         coefficient = total // math.prod(len(f) for f in factors)
-        tracer.ledger.costs.append(CostNote(coefficient, tuple(map(tuple, factors))))
+        tracer.constraints.costs.append(OperationCost(coefficient, tuple(map(tuple, factors))))
 
 
 def _axis(weight: Value, dim: int) -> tuple[int, list[int]] | None:
-    """Which dimension of the parameter runs along `dim` of this view of it, and its indices there."""
+    """The dimension of a parameter that lies along `dim` of this view of it, and its indices there."""
     running = [d for d, field in enumerate(weight.fields) if field.shape[dim] > 1]
     if not running and weight.shape[dim] == 1:
         running = [d for d, field in enumerate(weight.fields) if field.numel() == 1 and d == dim]
@@ -39,48 +39,48 @@ def _axis(weight: Value, dim: int) -> tuple[int, list[int]] | None:
 def mix(
     tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, dims: tuple[int, int], bias: Tensor | None, result: Tensor
 ) -> tuple[list[Presence], list[Presence]] | None:
-    """A layer that reads all channels along `dim` and writes new ones there.
+    """Follow a layer that reads all channels along `dim` and writes others there.
 
     Args:
-        dims: which dimension of `weight` runs over the outputs, and which over the inputs.
+        dims: the dimensions of `weight` for the outputs and for the inputs.
 
     Returns:
         When each input and each output channel exists; None if the layer is not followed.
     """
-    value, ledger = tracer.parameter(weight), tracer.ledger
+    value, constraints = tracer.parameter(weight), tracer.constraints
     nodes = tracer.channels(tensor, dim)
     axes = [_axis(value, d) for d in dims] if value is not None else [None]
     if value is None or value.source is None or any(axis is None for axis in axes) or nodes is None:
         reason = "its weight is computed" if value is None else "its weight or its input is laid out unusually"
-        tracer.keep_whole([tensor, weight, bias], f"{tracer.modules[-1] or 'the forward'}: {reason}")
-        ledger.unfollowed.setdefault(tracer.modules[-1], reason)
+        tracer.keep_all([tensor, weight, bias], f"{tracer.modules[-1] or 'the forward'}: {reason}")
+        constraints.unfollowed.setdefault(tracer.modules[-1], reason)
         return None
     (out_dim, outs), (in_dim, ins) = axes  # type: ignore[misc]
     bias_value = tracer.parameter(bias)
     if bias is not None and (bias_value is None or bias_value.source is None or bias.dim() != 1):
-        tracer.keep_whole([tensor, weight, bias], "its bias is computed")
+        tracer.keep_all([tensor, weight, bias], "its bias is computed")
         return None
     module = tracer.boundary(value.source)
     when = when_carried if module is None else when_live
     size = tracer.full_sizes[value.source][out_dim]
     layer = tracer.owner(value.source) or value.source
-    outputs = ledger.write(value.source, out_dim, size, outs, layer, exact=module is None)
+    outputs = constraints.write(value.source, out_dim, size, outs, layer, exact=module is None)
     reading = [when(node) if node > ZERO else CONSTANT for node in nodes]
-    ledger.follow(value.source, in_dim, ins, reading)
+    constraints.follow(value.source, in_dim, ins, reading)
     writing = [when_live(node) for node in outputs]
     if bias_value is not None and bias_value.source is not None:
         indices = bias_value.fields[0].reshape(-1).expand(len(outputs)).tolist()
-        ledger.follow(bias_value.source, 0, indices, writing)
+        constraints.follow(bias_value.source, 0, indices, writing)
     if module is not None:
-        ledger.port(ledger.reads, module, dim - tensor.dim(), nodes)
-        ledger.port(ledger.writes, module, dim - tensor.dim(), outputs)
+        constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
+        constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
     tracer.set_channels(result, dim, outputs)
     return reading, writing
 
 
 @register_rule("linear", "mm", "addmm")
 def linear(tracer: Tracer, call: Call) -> None:
-    """x W^T + b, and its forms on matrices."""
+    """Linear layers: x W^T + b, and its forms on matrices."""
     if call.name == "linear":
         tensor, weight, dims, bias = call["input"], call["weight"], (0, 1), call["bias"]
     else:
@@ -90,10 +90,10 @@ def linear(tracer: Tracer, call: Call) -> None:
     if tracer.parameter(tensor) is not None or weight.dim() != 2 or tracer.activation(weight) is not None:
         if call.name == "mm" and tracer.parameter(tensor) is None and tracer.parameter(weight) is None:
             return _product(tracer, tensor, weight, call.result, total)
-        tracer.keep_whole([tensor, weight, bias], "a product that is not followed")
+        tracer.keep_all([tensor, weight, bias], "a product that is not followed")
         return _cost(tracer, total)
     if call.name == "addmm" and (call["beta"] != 1 or call["alpha"] != 1):
-        tracer.keep_whole([tensor, weight, bias], "a scaled product")
+        tracer.keep_all([tensor, weight, bias], "a scaled product")
         return _cost(tracer, total)
     value, last = tracer.activation(tensor), tensor.dim() - 1
     if value is not None and last not in value.varies() and value.varies():
@@ -102,25 +102,27 @@ def linear(tracer: Tracer, call: Call) -> None:
     if found is None:
         return _cost(tracer, total)
     if tracer.owner(tracer.parameter(weight).source) is not None:  # type: ignore[union-attr]
-        tracer.ledger.counts_channels(tracer.modules[-1], "in_features", found[0])
-        tracer.ledger.counts_channels(tracer.modules[-1], "out_features", found[1])
+        tracer.constraints.counts_channels(tracer.modules[-1], "in_features", found[0])
+        tracer.constraints.counts_channels(tracer.modules[-1], "out_features", found[1])
     return _cost(tracer, total, *found)
 
 
 def _across(tracer: Tracer, tensor: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, total: int) -> None:
-    """A linear layer along another dimension than the channels (over tokens): every channel passes on its own."""
+    """Follow a linear layer along another dimension than the channels (over tokens): it treats them separately."""
     value = tracer.activation(tensor)
     assert value is not None
     reason = "it mixes another dimension than the one whose channels can shrink"
-    tracer.keep_whole([weight, bias], reason)
+    tracer.keep_all([weight, bias], reason)
     nodes = value.nodes
     if bias is not None:
-        nodes = torch.tensor([tracer.ledger.pass_on(n, False) for n in nodes.reshape(-1).tolist()]).view(nodes.shape)
+        nodes = torch.tensor([tracer.constraints.pass_on(n, False) for n in nodes.reshape(-1).tolist()]).view(
+            nodes.shape
+        )
     tracer.set(result, nodes)
     if len(value.varies()) == 1:
         _cost(tracer, total, [when_carried(node) for node in nodes.reshape(-1).tolist()])
     else:
-        tracer.keep_whole([tensor], reason)
+        tracer.keep_all([tensor], reason)
         _cost(tracer, total)
 
 
@@ -137,14 +139,14 @@ def convolution(tracer: Tracer, call: Call) -> None:
     ins, outs = tensor.shape[dim], call.result.shape[dim]
     value = tracer.parameter(weight)
     module = tracer.owner(value.source) if value is not None else None
-    ledger = tracer.ledger
+    constraints = tracer.constraints
 
     def attributes(inputs: Sequence[Presence], outputs: Sequence[Presence], kernels: Sequence[Presence] = ()) -> None:
         if module is not None:
-            ledger.counts_channels(module, "in_channels", inputs)
-            ledger.counts_channels(module, "out_channels", outputs)
+            constraints.counts_channels(module, "in_channels", inputs)
+            constraints.counts_channels(module, "out_channels", outputs)
             if kernels:
-                ledger.counts_channels(module, "groups", kernels)
+                constraints.counts_channels(module, "groups", kernels)
 
     if groups == 1:
         found = mix(tracer, tensor, dim, weight, (1, 0) if transposed else (0, 1), bias, call.result)
@@ -169,45 +171,45 @@ def _grouped(
     tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, bias: Tensor | None, result: Tensor, groups: int,
     transposed: bool,
 ) -> tuple[list[Presence], list[Presence]] | None:  # fmt: skip
-    """A kernel group goes as a whole: its inputs and its outputs."""
+    """Follow a grouped convolution: all inputs and outputs of a kernel group are removed together."""
     value, bias_value, nodes = tracer.parameter(weight), tracer.parameter(bias), tracer.channels(tensor, dim)
     module = tracer.boundary(value.source) if value is not None else None
     computed = bias is not None and bias_value is None
     if value is None or value.source is None or nodes is None or module is None or computed or transposed:
-        tracer.keep_whole([tensor, weight, bias], "a grouped convolution that is not followed")
-        tracer.ledger.unfollowed.setdefault(tracer.modules[-1], "a grouped convolution that is not followed")
+        tracer.keep_all([tensor, weight, bias], "a grouped convolution that is not followed")
+        tracer.constraints.unfollowed.setdefault(tracer.modules[-1], "a grouped convolution that is not followed")
         return None
-    ledger, ins, outs = tracer.ledger, len(nodes), result.shape[dim]
-    outputs = ledger.write(value.source, 0, outs, range(outs), module, exact=False)
+    constraints, ins, outs = tracer.constraints, len(nodes), result.shape[dim]
+    outputs = constraints.write(value.source, 0, outs, range(outs), module, exact=False)
     reading = [when_live(node) if node > ZERO else CONSTANT for node in nodes]
     writing = [when_live(node) for node in outputs]
     for g in range(groups):
         mine = slice(g * ins // groups, (g + 1) * ins // groups)
         theirs = slice(g * outs // groups, (g + 1) * outs // groups)
-        ledger.together.append((*reading[mine], *map(when_carried, nodes[mine]), *writing[theirs]))
+        constraints.together.append((*reading[mine], *map(when_carried, nodes[mine]), *writing[theirs]))
     if bias_value is not None and bias_value.source is not None:
-        ledger.follow(bias_value.source, 0, range(outs), writing)
-    ledger.port(ledger.reads, module, dim - tensor.dim(), nodes)
-    ledger.port(ledger.writes, module, dim - tensor.dim(), outputs)
+        constraints.follow(bias_value.source, 0, range(outs), writing)
+    constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
+    constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
     tracer.set_channels(result, dim, outputs)
     return reading, writing
 
 
 @register_rule("embedding")
 def embedding(tracer: Tracer, call: Call) -> None:
-    """The columns of the table are channels that it writes."""
+    """Embeddings, whose columns are the channels that they write."""
     value = tracer.parameter(call["weight"])
     axis = _axis(value, 1) if value is not None else None
     if value is None or value.source is None or axis is None:
-        return tracer.keep_whole([call["weight"], call["indices"]], "an embedding that is not followed")
+        return tracer.keep_all([call["weight"], call["indices"]], "an embedding that is not followed")
     module = tracer.boundary(value.source)
     dim, indices = axis
     size = tracer.full_sizes[value.source][dim]
     layer = tracer.owner(value.source) or value.source
-    outputs = tracer.ledger.write(value.source, dim, size, indices, layer, exact=module is None)
+    outputs = tracer.constraints.write(value.source, dim, size, indices, layer, exact=module is None)
     if module is not None:
-        tracer.ledger.port(tracer.ledger.writes, module, -1, outputs)
-        tracer.ledger.counts_channels(module, "embedding_dim", [when_live(node) for node in outputs])
+        tracer.constraints.port(tracer.constraints.writes, module, -1, outputs)
+        tracer.constraints.counts_channels(module, "embedding_dim", [when_live(node) for node in outputs])
     tracer.set_channels(call.result, call.result.dim() - 1, outputs)
     return None
 
@@ -222,19 +224,22 @@ def batched_product(tracer: Tracer, call: Call) -> None:
         and first.shape[0] == 1
         and (tracer.parameter(first) is None) != (tracer.parameter(second) is None)
     ):
-        if tracer.parameter(second) is not None:  # one matrix for the whole batch, as einsum writes it
+        if tracer.parameter(second) is not None:  # one matrix for the whole batch, as `einsum` decomposes into
             found = mix(tracer, first, 2, second, (2, 1), None, call.result)
         else:
             found = mix(tracer, second, 1, first, (1, 2), None, call.result)
         return _cost(tracer, total, *(found or ()))
     if call.name == "baddbmm" or tracer.parameter(first) is not None or tracer.parameter(second) is not None:
-        tracer.keep_whole([call["self"], first, second], "a product that is not followed")
+        tracer.keep_all([call["self"], first, second], "a product that is not followed")
         return _cost(tracer, total)
     return _product(tracer, first, second, call.result, total)
 
 
 def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, total: int) -> None:
-    """(b, m, k) times (b, k, n), both activations: what meets is tied, and a zero is neutral in the sum over k."""
+    """Follow (b, m, k) times (b, k, n), both activations: channels that are multiplied are tied.
+
+    Only one dimension of each may have channels: b (heads), k (zero is neutral in the sum over it), or one of m and n.
+    """
     fields = []
     for value in map(tracer.activation, (first, second)):
         nodes = torch.zeros((1, 1, 1), dtype=torch.int64) if value is None else value.nodes
@@ -244,16 +249,16 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     rows, columns = left.shape[1] > 1, right.shape[2] > 1
     unmatched = any((a > 1) != (b > 1) for a, b in sizes.values())
     if (rows and columns) or unmatched or (sizes["k"][0] > 1 and (rows or columns)):
-        tracer.keep_whole([first, second], "it is multiplied in a way that is not followed")
+        tracer.keep_all([first, second], "it is multiplied in a way that is not followed")
         return _cost(tracer, total)
-    meet = pairwise(left[:, :1, :], right[:, :, :1].transpose(1, 2), tracer.ledger.multiplied)
+    meet = pairwise(left[:, :1, :], right[:, :, :1].transpose(1, 2), tracer.constraints.multiplied)
     for tensor, batched in ((left, left.shape[0] > 1), (right, right.shape[0] > 1)):
-        if batched and tensor.numel() > tensor.shape[0]:  # several channels per batch entry (a head): they go together
+        if batched and tensor.numel() > tensor.shape[0]:  # several channels per batch entry (a head) are one unit
             rigid = frozenset(d for d in (1, 2) if tensor.shape[d] > 1)
-            tracer.ledger.layouts.append(Layout(tensor, (None,) * 3, rigid, "a head is multiplied as a whole"))
+            tracer.constraints.layouts.append(Layout(tensor, (None,) * 3, rigid, "a head is multiplied as a whole"))
     batch = meet[:, :, :1]
     if left.shape[0] > 1 and (rows or columns):
-        pairwise(batch, left if rows else right, tracer.ledger.multiplied)
+        pairwise(batch, left if rows else right, tracer.constraints.multiplied)
     nodes = left[:, :, :1] if rows else right[:, :1, :] if columns else batch
     if nodes.numel() > 1 or sizes["k"][0] == 1:
         tracer.set(result, nodes.view(nodes.shape[3 - result.dim() :]))
@@ -269,7 +274,7 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
 
 @register_rule("scaled_dot_product_attention")
 def attention(tracer: Tracer, call: Call) -> None:
-    """Heads go as wholes: with the query head its key and value heads."""
+    """Attention, from which whole heads are removed: query heads together with their key and value heads."""
     query, key, value = call["query"], call["key"], call["value"]
     total = query.numel() * key.shape[-2] + query.shape[:-1].numel() * value.shape[-2] * value.shape[-1]
     fields = [tracer.activation(t) for t in (query, key, value)]
@@ -287,13 +292,13 @@ def attention(tracer: Tracer, call: Call) -> None:
         rows.append(nodes.expand(tensor.shape[heads], -1))
     fixed_mask = mask is not None and mask.dim() > 2 and mask.shape[-3] > 1
     if not usable or fixed_mask or (mask is not None and tracer.value(mask) is not None):
-        tracer.keep_whole([query, key, value, mask], "attention over channels that are not heads")
+        tracer.keep_all([query, key, value, mask], "attention over channels that are not heads")
         return _cost(tracer, total)
     repeats = rows[0].shape[0] // rows[1].shape[0]
     for head in range(rows[1].shape[0]):
         group = [rows[0][head * repeats : (head + 1) * repeats], rows[1][head], rows[2][head]]
         members = sorted({node for nodes in group for node in nodes.reshape(-1).tolist()})
-        tracer.ledger.together.append(tuple(map(when_carried, members)))
+        tracer.constraints.together.append(tuple(map(when_carried, members)))
     shape = [1] * call.result.dim()
     shape[heads], shape[-1] = call.result.shape[heads], rows[2].shape[1]
     tracer.set(call.result, rows[2].repeat_interleave(repeats, 0).view(shape))

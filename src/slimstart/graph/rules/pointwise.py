@@ -1,7 +1,7 @@
-"""Operations on corresponding entries: activations, additions, gates, scales.
+"""Pointwise operations: activations, additions, gates, scales.
 
-Within one channel the only question is whether a zero stays a zero; that is asked of the operation itself. Between
-channels an addition lets masks differ (filter coupling), and everything else ties them.
+For an operation on one tensor the only question is whether it keeps zeros; the answer is found by running it on a zero.
+Of two tensors, an addition allows different masks (filter coupling), and every other operation ties their channels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pointwise(tracer: Tracer, call: Call) -> None:
     tensors = [leaf for leaf in tree_flatten(call.arguments)[0] if isinstance(leaf, Tensor)]
     followed = [t for t in tensors if tracer.activation(t) is not None]
     if not isinstance(call.result, Tensor) or any(t.dim() > call.result.dim() for t in followed):
-        return tracer.keep_whole(tensors, f"operation {call.name} has no rule")
+        return tracer.keep_all(tensors, f"operation {call.name} has no rule")
     if not followed:
         return _parameters_only(tracer, call, tensors)
     additive = operation_name(call.func) in ADDITIONS
@@ -47,8 +47,8 @@ def pointwise(tracer: Tracer, call: Call) -> None:
 
 
 def keeps_zero(call: Call, followed: list[Tensor]) -> bool:
-    """Whether the operation turns zeros of the followed tensors into zeros, by trying it (with ones for the others)."""
-    if operation_name(call.func) == "where":  # takes one side or the other: trying one says nothing of the other
+    """Whether the result is zero where the followed tensors are; found by running it, with ones for the others."""
+    if operation_name(call.func) == "where":  # returns one side or the other: one run says nothing of the other side
         return False
 
     def sample(leaf: Any) -> Any:
@@ -64,14 +64,14 @@ def keeps_zero(call: Call, followed: list[Tensor]) -> bool:
 
 
 def changed(tracer: Tracer, nodes: Tensor) -> Tensor:
-    """The nodes behind an operation within the channel that does not keep zeros."""
+    """The nodes after an operation per channel that does not keep zeros."""
     distinct, inverse = torch.unique(nodes, return_inverse=True)
-    twins = [tracer.ledger.pass_on(node, zero_preserving=False) for node in distinct.tolist()]
-    return torch.tensor(twins, dtype=torch.int64)[inverse]
+    after = [tracer.constraints.pass_on(node, zero_preserving=False) for node in distinct.tolist()]
+    return torch.tensor(after, dtype=torch.int64)[inverse]
 
 
 def store(tracer: Tracer, call: Call, nodes: Tensor) -> None:
-    """Set the nodes of the result; the in-place form has written over its first argument."""
+    """Set the nodes of the result, which for an in-place form is its first argument."""
     result: Tensor = call.result
     if call.func._schema.is_mutable and result is call.subject:
         tracer.overwrite(result, nodes)
@@ -84,7 +84,7 @@ def _aligned(nodes: Tensor, dims: int) -> Tensor:
 
 
 def _combined(tracer: Tracer, call: Call, followed: list[Tensor], additive: bool) -> Tensor | None:
-    """The nodes of all followed operands together; None where they cannot be combined."""
+    """The nodes of the result from those of all followed operands; None where they cannot be combined."""
     dims = call.result.dim()
     fields = [_aligned(tracer.activation(t).nodes, dims) for t in followed]  # type: ignore[union-attr]
     merged = fields[0]
@@ -92,18 +92,19 @@ def _combined(tracer: Tracer, call: Call, followed: list[Tensor], additive: bool
         mine = {d for d in range(dims) if merged.shape[d] > 1}
         theirs = {d for d in range(dims) if nodes.shape[d] > 1}
         if not (mine <= theirs or theirs <= mine):
-            tracer.keep_whole(followed, "channels of different dimensions are combined")
+            tracer.keep_all(followed, "channels of different dimensions are combined")
             return None
-        combine = tracer.ledger.added if additive and mine == theirs else tracer.ledger.multiplied
+        combine = tracer.constraints.added if additive and mine == theirs else tracer.constraints.multiplied
         merged = pairwise(merged, nodes, combine)
     return merged
 
 
 def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -> Tensor:
-    """Channels meet a parameter or a constant.
+    """The nodes after channels are combined with a parameter or a constant.
 
-    A scale, and a bias on channels that one layer writes, go with their channels. What else has an entry per channel
-    and is added is a writer that is always on; a constant that is multiplied cannot shrink, so neither can they.
+    A scale, and a bias on channels that one layer writes, shrink with the channels. Anything else that has an entry per
+    channel and is added is a writer that is always there. A constant that is multiplied cannot shrink, so neither can
+    the channels.
     """
     dims, parameter = nodes.dim(), tracer.parameter(tensor)
     extent = (1,) * (dims - tensor.dim()) + tensor.shape
@@ -113,24 +114,25 @@ def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -
     along = _along(parameter, met[0], dims) if parameter is not None and len(met) == 1 else None
     if parameter is not None and along is not None and nodes.numel() == nodes.shape[met[0]]:
         lone = tensor.numel() == nodes.numel() and all(
-            live is not None and len(live) <= 1 for live in map(tracer.ledger.live.__getitem__, nodes.unique().tolist())
+            live is not None and len(live) <= 1
+            for live in map(tracer.constraints.live.__getitem__, nodes.unique().tolist())
         )
         if lone or not additive:
             assert parameter.source is not None
             presences = [when_carried(node) for node in nodes.reshape(-1).tolist()]
-            tracer.ledger.follow(parameter.source, *along, presences)
+            tracer.constraints.follow(parameter.source, *along, presences)
             return nodes
     if parameter is not None:
         tracer.pin(parameter, "it is added to channels that others write too" if additive else "it is not followed")
     if additive:
-        return pairwise(nodes, torch.zeros((1,) * dims, dtype=torch.int64), tracer.ledger.added)
+        return pairwise(nodes, torch.zeros((1,) * dims, dtype=torch.int64), tracer.constraints.added)
     reason = "it meets a tensor of fixed size"
-    tracer.ledger.layouts.append(Layout(nodes, (None,) * dims, frozenset(met), reason))
+    tracer.constraints.layouts.append(Layout(nodes, (None,) * dims, frozenset(met), reason))
     return nodes
 
 
 def _along(parameter: Value, dim: int, dims: int) -> tuple[int, list[int]] | None:
-    """Which dimension of a parameter runs along `dim`, and with which indices; None if that is not one dimension."""
+    """The dimension of a parameter that lies along `dim`, and its indices there; None if that is not one dimension."""
     fields = [_aligned(f, dims) for f in parameter.fields]
     running = [d for d, f in enumerate(fields) if f.shape[dim] > 1]
     if len(running) != 1 or fields[running[0]].numel() != fields[running[0]].shape[dim]:
@@ -139,7 +141,7 @@ def _along(parameter: Value, dim: int, dims: int) -> tuple[int, list[int]] | Non
 
 
 def _parameters_only(tracer: Tracer, call: Call, tensors: list[Tensor]) -> None:
-    """A function of one parameter still has its indices; of several, it is not followed."""
+    """Follow a function of one parameter, which has the same indices; one of several parameters is not followed."""
     values = [v for v in map(tracer.parameter, tensors) if v is not None]
     if len(values) == 1 and sum(t.numel() > 1 for t in tensors) <= 1 and call.result.shape == values[0].shape:
         if call.result is not call.arguments.get("self"):
@@ -150,16 +152,16 @@ def _parameters_only(tracer: Tracer, call: Call, tensors: list[Tensor]) -> None:
 
 
 def pass_through(tracer: Tracer, call: Call, source: Any, zero_preserving: bool) -> None:
-    """The result has the channels of one input, each changed within itself."""
+    """Give the result the channels of one input."""
     value = tracer.activation(source)
     if value is None:
-        return tracer.keep_whole([source], f"{call.name} is applied to a parameter")
+        return tracer.keep_all([source], f"{call.name} is applied to a parameter")
     return store(tracer, call, value.nodes if zero_preserving else changed(tracer, value.nodes))
 
 
 @register_rule("dropout", "feature_dropout", "native_dropout", "rrelu")
 def dropout(tracer: Tracer, call: Call) -> None:
-    """A random choice within the channel; zero stays zero."""
+    """Dropout, which keeps zeros."""
     if isinstance(call.result, tuple):  # native_dropout: result and mask
         call = Call(call.name, call.arguments, call.result[0], call.written, call.func)
     pass_through(tracer, call, call.subject, zero_preserving=True)
@@ -168,7 +170,7 @@ def dropout(tracer: Tracer, call: Call) -> None:
 @register_rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "bernoulli")
 @register_rule("alpha_dropout", "feature_alpha_dropout")
 def like(tracer: Tracer, call: Call) -> None:
-    """A tensor of the same shape shrinks along with it, whatever it holds."""
+    """New tensors of the same shape, which shrink together with it."""
     if tracer.activation(call.subject) is not None:
         pass_through(tracer, call, call.subject, zero_preserving=False)
 
@@ -178,7 +180,7 @@ def like(tracer: Tracer, call: Call) -> None:
     "clone", "contiguous", "alias", "detach", "lift_fresh", "positive", "conj", "resolve_conj", "resolve_neg"
 )
 def same(tracer: Tracer, call: Call) -> None:
-    """Nothing moves and nothing changes but the type."""
+    """Operations that change neither position nor value, except for the type."""
     value = tracer.value(call["self"])
     if value is not None and call.result is not call["self"]:
         tracer.values[call.result] = value
@@ -186,17 +188,17 @@ def same(tracer: Tracer, call: Call) -> None:
 
 @register_rule("prelu", "_prelu_kernel")
 def prelu(tracer: Tracer, call: Call) -> None:
-    """One slope per channel, or one for all."""
+    """PReLU, with one slope per channel or one for all."""
     tensor, weight = call["self"], call["weight"]
     parameter = tracer.parameter(weight)
     if weight.numel() > 1:
         nodes = tracer.channels(tensor, 1) if tensor.dim() > 1 else None
         if nodes is None or parameter is None or parameter.source is None:
-            tracer.keep_whole([tensor, weight], "its slopes are not followed")
+            tracer.keep_all([tensor, weight], "its slopes are not followed")
         else:
             presences = [when_carried(node) for node in nodes]
-            tracer.ledger.follow(parameter.source, 0, parameter.fields[0].reshape(-1).tolist(), presences)
+            tracer.constraints.follow(parameter.source, 0, parameter.fields[0].reshape(-1).tolist(), presences)
             if (module := tracer.boundary(parameter.source)) is not None:
-                tracer.ledger.counts_channels(module, "num_parameters", presences)
+                tracer.constraints.counts_channels(module, "num_parameters", presences)
     if tracer.activation(tensor) is not None:
         pass_through(tracer, call, tensor, zero_preserving=True)

@@ -26,24 +26,24 @@ _RESIZES += ["_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_
 )
 @register_rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
 def over_space(tracer: Tracer, call: Call) -> None:
-    """Within each channel, over the dimensions behind it; zero stays zero."""
+    """Pooling and resizing over the spatial dimensions of each channel, which keep zeros."""
     tensor = call.subject
     value = tracer.activation(tensor)
     if value is None:
-        return tracer.keep_whole([tensor], "a parameter is pooled")
+        return tracer.keep_all([tensor], "a parameter is pooled")
     digits = re.search(r"(\d)d", call.name)
     spatial = int(digits.group(1)) if digits else tensor.dim() - 2
     if any(dim >= tensor.dim() - spatial for dim in value.varies()):
-        return tracer.keep_whole([tensor], f"{call.name} runs over its channels")
+        return tracer.keep_all([tensor], f"{call.name} runs over its channels")
     for result in call.results:
         tracer.set(result, value.nodes)
     return None
 
 
 def within(tracer: Tracer, nodes: Tensor, over: list[int], reason: str) -> Tensor:
-    """Channels laid out along several dimensions, some of which an operation runs over: none may be missing there."""
+    """Let nothing be removed along the dimensions `over`, where an operation runs over channels; returns the nodes."""
     if over:
-        tracer.ledger.layouts.append(Layout(nodes, (None,) * nodes.dim(), frozenset(over), reason))
+        tracer.constraints.layouts.append(Layout(nodes, (None,) * nodes.dim(), frozenset(over), reason))
     return nodes
 
 
@@ -61,20 +61,20 @@ def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
     "var_mean", "std_mean", "logsumexp", "any", "all", "argmax", "argmin", "median", "aminmax", "count_nonzero"
 )
 def reduce(tracer: Tracer, call: Call) -> None:
-    """Over other dimensions the channels pass; over channels only a sum has a neutral zero."""
+    """Reductions: over other dimensions the channels remain; over channels, zero is neutral only in a sum."""
     tensor = call.subject
     if isinstance(call.arguments.get("other"), Tensor):  # max(x, y)
         return pointwise(tracer, call)
     value = tracer.activation(tensor)
     if value is None:
-        return tracer.keep_whole([tensor], "a parameter is reduced before it is used")
+        return tracer.keep_all([tensor], "a parameter is reduced before it is used")
     dims = _reduced_dims(call, tensor)
     varying = value.varies()
     over = [d for d in dims if d in varying]
     if len(over) == len(varying) > 0:
         if call.name != "sum":
-            tracer.keep_whole([tensor], _over_channels(tracer, call))
-        return None  # a sum over all channels belongs to no channel
+            tracer.keep_all([tensor], _over_channels(tracer, call))
+        return None  # the result of a sum over all channels has none
     nodes = within(tracer, value.nodes, over, _over_channels(tracer, call))
     for dim in over:
         nodes = nodes.narrow(dim, 0, 1)
@@ -93,18 +93,18 @@ def reduce(tracer: Tracer, call: Call) -> None:
 )
 @register_rule("cummax", "cummin", "logcumsumexp", "kthvalue", "cross", "renorm", "msort", "argsort", "normalize")
 def along(tracer: Tracer, call: Call) -> None:
-    """Every entry depends on the others along one dimension; over channels none may be missing."""
+    """Operations in which every entry depends on the others along one dimension; no channel may be missing there."""
     tensor = call.subject
     value = tracer.activation(tensor)
     if value is None:
-        return tracer.keep_whole([tensor], f"{call.name} is applied to a parameter")
+        return tracer.keep_all([tensor], f"{call.name} is applied to a parameter")
     dim = call.arguments.get("dim", -1)
     dim = (-1 if dim is None else dim) % tensor.dim()
     if call.name == "glu" and dim in value.varies():
         return _glu(tracer, call, value.nodes, dim)
     over = [dim] if dim in value.varies() else []
     if over == value.varies() != []:
-        return tracer.keep_whole([tensor], _over_channels(tracer, call))
+        return tracer.keep_all([tensor], _over_channels(tracer, call))
     nodes = within(tracer, value.nodes, over, _over_channels(tracer, call))
     for result in call.results:
         tracer.set(result, nodes if call.name == "cumsum" else changed(tracer, nodes))
@@ -116,12 +116,12 @@ def _over_channels(tracer: Tracer, call: Call) -> str:
 
 
 def _glu(tracer: Tracer, call: Call, nodes: Tensor, dim: int) -> None:
-    """a * sigmoid(b), a and b the halves: they shrink together."""
+    """GLU: a * sigmoid(b) of the halves a and b, which shrink together."""
     half = nodes.shape[dim] // 2
     if nodes.numel() != nodes.shape[dim]:
-        return tracer.keep_whole([call["self"]], "glu in an unusual layout")
+        return tracer.keep_all([call["self"]], "glu in an unusual layout")
     first, second = nodes.narrow(dim, 0, half), nodes.narrow(dim, half, half)
     for pair in torch.stack([first.reshape(-1), second.reshape(-1)], 1).tolist():
-        tracer.ledger.together.append(tuple(map(when_carried, pair)))
-    tracer.set(call.result, pairwise(first, second, tracer.ledger.multiplied))
+        tracer.constraints.together.append(tuple(map(when_carried, pair)))
+    tracer.set(call.result, pairwise(first, second, tracer.constraints.multiplied))
     return None

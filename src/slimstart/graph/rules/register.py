@@ -17,8 +17,8 @@ def register_rule(*operations: str) -> Callable[[Rule], Rule]:
     """Decorate a rule: what operations do to the channels of their inputs.
 
     A rule is called as `rule(tracer, call)` after the operation has run. `tracer.activation(tensor)` is what is known
-    of an input, `tracer.ledger` takes constraints, and `tracer.set(tensor, nodes)` says which channels the result has.
-    A rule that is registered later replaces an earlier one.
+    of an input, constraints are added to `tracer.constraints`, and `tracer.set(tensor, nodes)` says which channels the
+    result has. A rule that is registered later replaces an earlier one.
 
     Args:
         operations: ATen names without overload and without the underscore of the in-place form, as "relu"; operations

@@ -1,7 +1,7 @@
-"""Operations that move entries: the same operation is applied to the ids, and the sizes are remembered.
+"""Operations that move entries: the same operation is applied to the ids of the channels.
 
-What can go wrong when channels are removed is a size that the user's forward computes (`view(b, 4, 16)`), or a
-position (`x[:, :8]`). Both are noted as constraints on what may be removed.
+A size that the user's forward computes (`view(b, 4, 16)`) or a position (`x[:, :8]`) may be wrong when channels are
+removed. Both are recorded as constraints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _as_written(call: Call, size: int) -> Expression | int:
 
 
 def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
-    """The expressions of a list of integers, found where they stand in a row among those that the user wrote."""
+    """The expressions of a list of integers, found as consecutive ones among those that the user wrote."""
     written = _written_sizes(call)
     for start in range(len(written) - len(sizes) + 1):
         row = written[start : start + len(sizes)]
@@ -65,7 +65,7 @@ def _move(tracer: Tracer, call: Call, argument: str = "self") -> Value | None:
 
 
 def _on_host(leaf: Any) -> Any:
-    """Fields live on the CPU wherever the network runs."""
+    """Fields are on the CPU, whatever the device of the network."""
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
@@ -75,10 +75,10 @@ def _on_host(leaf: Any) -> Any:
 )
 @register_rule("diagonal", "atleast_1d", "atleast_2d", "atleast_3d", "ravel", "swapdims")
 def move(tracer: Tracer, call: Call) -> None:
-    """Entries go elsewhere, and sizes follow by themselves."""
+    """Operations without sizes: permutations, flattening, repetition."""
     moved = _move(tracer, call)
     if moved is not None and moved.source is None and len(moved.varies()) > 1:
-        tracer.ledger.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is reshaped"))
+        tracer.constraints.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is reshaped"))
 
 
 def _layout(nodes: Tensor, sizes: list[Expression | int | None], reason: str, rigid: tuple[int, ...] = ()) -> Layout:
@@ -87,9 +87,9 @@ def _layout(nodes: Tensor, sizes: list[Expression | int | None], reason: str, ri
 
 @register_rule("view", "reshape", "_unsafe_view", "unflatten", "expand", "broadcast_to", "_reshape_alias", "view_copy")
 def reshape(tracer: Tracer, call: Call) -> None:
-    """Sizes are asked for: which of them shrink with the channels?"""
+    """Operations with sizes, some of which may have to shrink with the channels."""
     if "dtype" in call.arguments and "size" not in call.arguments:  # view(dtype)
-        return tracer.keep_whole([call["self"]], "its memory is read as another type")
+        return tracer.keep_all([call["self"]], "its memory is read as another type")
     value = tracer.value(call["self"])
     assert value is not None
     expanding = call.name in ("expand", "broadcast_to")  # fields are not contiguous: a view of them would be refused
@@ -111,7 +111,7 @@ def reshape(tracer: Tracer, call: Call) -> None:
         sizes = [None] * dim + sizes + [None] * (len(moved.shape) - dim - len(sizes))
     advice = "write -1 for the size that shrinks, or take it from the `shape` of what is reshaped"
     reason = f"it is reshaped to fixed sizes in {tracer.modules[-1] or 'the forward'} ({advice})"
-    tracer.ledger.layouts.append(_layout(moved.nodes, sizes, reason))
+    tracer.constraints.layouts.append(_layout(moved.nodes, sizes, reason))
     return None
 
 
@@ -119,7 +119,7 @@ def reshape(tracer: Tracer, call: Call) -> None:
     "chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"
 )
 def split(tracer: Tracer, call: Call) -> None:
-    """Equal pieces shrink together; pieces of given sizes need those sizes to follow."""
+    """Splits: equal pieces shrink together; pieces of given sizes need those sizes to shrink with them."""
     value, dim = tracer.value(call["self"]), call["dim"] % call["self"].dim()
     assert value is not None
     start = 0
@@ -141,18 +141,18 @@ def split(tracer: Tracer, call: Call) -> None:
         expressions = _all_as_written(call, lengths) if listed else lengths
         rows = value.nodes.movedim(dim, 0).reshape(value.nodes.shape[dim], -1)
         for length, expression in zip(lengths, expressions, strict=True):
-            tracer.ledger.counts.append(Count(_tuples(rows[start : start + length]), expression, where))
+            tracer.constraints.counts.append(Count(_tuples(rows[start : start + length]), expression, where))
             start += length
         return
     pieces = value.nodes.unflatten(dim, (len(lengths), lengths[0]))
     asked: list[Expression | int | None] = [None] * pieces.dim()
     asked[dim], asked[dim + 1] = len(lengths), size
-    tracer.ledger.layouts.append(_layout(pieces, asked, where, rigid=(dim,)))
+    tracer.constraints.layouts.append(_layout(pieces, asked, where, rigid=(dim,)))
 
 
 @register_rule("slice", "narrow")
 def cut(tracer: Tracer, call: Call) -> None:
-    """Positions are asked for: what lies before them must be counted right."""
+    """Slices: their start and end must count the channels before them."""
     value, tensor = tracer.value(call["self"]), call["self"]
     assert value is not None
     _move(tracer, call)
@@ -167,24 +167,22 @@ def cut(tracer: Tracer, call: Call) -> None:
     where = f"part of it is taken in {tracer.modules[-1] or 'the forward'}"
     rows = value.nodes.movedim(dim, 0).reshape(size, -1)
     if step != 1:
-        return tracer.ledger.keep_whole(rows, where)
+        return tracer.constraints.keep_all(rows, where)
     for position in (start, end):
         if 0 < position < size:
             expression = _as_written(call, position)
-            tracer.ledger.counts.append(Count(_tuples(rows[:position]), expression, where))
-        elif position < 0:  # counted from the end: what lies behind it must stay
-            tracer.ledger.keep_whole(rows[position:], where)
+            tracer.constraints.counts.append(Count(_tuples(rows[:position]), expression, where))
+        elif position < 0:  # counted from the end: what follows must not shrink
+            tracer.constraints.keep_all(rows[position:], where)
     return None
 
 
 @register_rule("select", "index_select", "index", "gather", "roll", "unfold", "take_along_dim")
 def pick(tracer: Tracer, call: Call) -> None:
-    """Fixed positions are taken: along a channel dimension that leaves the channels whole."""
+    """Operations that take fixed positions; no channel can be removed where they do."""
     value, tensor = tracer.value(call["self"]), call["self"]
-    if value is None:  # the index is followed, not the data
-        return tracer.keep_whole(
-            [t for t in tree_flatten(call.arguments)[0] if isinstance(t, Tensor)], "it is an index"
-        )
+    if value is None:  # a constant is indexed by an activation
+        return tracer.keep_all([t for t in tree_flatten(call.arguments)[0] if isinstance(t, Tensor)], "it is an index")
     if call.name == "index":
         touched = [dim for dim, index in enumerate(call["indices"]) if index is not None]
         touched = list(range(tensor.dim())) if any(
@@ -194,10 +192,10 @@ def pick(tracer: Tracer, call: Call) -> None:
     else:
         touched = [call.arguments.get("dim", call.arguments.get("dimension")) % tensor.dim()]
     if value.source is None and any(dim in value.varies() for dim in touched):
-        tracer.ledger.keep_whole(value.nodes, f"fixed positions of it are taken ({call.name})")
+        tracer.constraints.keep_all(value.nodes, f"fixed positions of it are taken ({call.name})")
     moved = _move(tracer, call)
     if moved is not None and moved.source is None and len(moved.varies()) > 1:
-        tracer.ledger.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is indexed"))
+        tracer.constraints.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is indexed"))
     return None
 
 
@@ -207,18 +205,18 @@ def unbind(tracer: Tracer, call: Call) -> None:
     assert value is not None
     if value.source is None and dim in value.varies():
         others = [d for d in value.varies() if d != dim]
-        if others:  # (3, heads, width): the pieces stay, what is inside them shrinks
+        if others:  # (3, heads, width): the pieces shrink inside
             sizes: list[Expression | int | None] = [None] * len(value.shape)
-            tracer.ledger.layouts.append(_layout(value.nodes, sizes, "it is unbound", rigid=(dim,)))
+            tracer.constraints.layouts.append(_layout(value.nodes, sizes, "it is unbound", rigid=(dim,)))
         else:
-            tracer.ledger.keep_whole(value.nodes, "it is unbound along its channels")
+            tracer.constraints.keep_all(value.nodes, "it is unbound along its channels")
     for index, piece in enumerate(call.result):
         tracer.values[piece] = value.moved(partial(Tensor.select, dim=dim, index=index))
 
 
 @register_rule("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 def concatenate(tracer: Tracer, call: Call) -> None:
-    """Along the channels the pieces stay apart; along anything else they are the same channels, written by many."""
+    """Concatenation: along channels the result has those of all pieces; along another dimension they are added."""
     tensors, result = call["tensors"], call.result
     for tensor in tensors:
         if (parameter := tracer.parameter(tensor)) is not None:
@@ -243,25 +241,25 @@ def concatenate(tracer: Tracer, call: Call) -> None:
         return
     merged = fields[0][0]
     for nodes, _ in fields[1:]:
-        merged = pairwise(merged, nodes, tracer.ledger.added)
+        merged = pairwise(merged, nodes, tracer.constraints.added)
     tracer.set(result, merged)
 
 
 @register_rule("constant_pad_nd", "pad")
 def pad(tracer: Tracer, call: Call) -> None:
-    """Padding in space belongs to the channel; padding with channels adds channels that are always there."""
+    """Padding: in space it belongs to the channel; along channels it adds channels that are always there."""
     tensor, value = call["self"], tracer.value(call["self"])
     if value is None or value.source is not None:
-        return tracer.keep_whole([tensor], "it is padded")
+        return tracer.keep_all([tensor], "it is padded")
     widths, varying, nodes = list(call["pad"]), value.varies(), value.nodes
     constant = call.name == "constant_pad_nd" or call.arguments.get("mode") == "constant"
     filler = ZERO if constant and not call.arguments.get("value") else CONSTANT
     for index, dim in enumerate(range(tensor.dim() - 1, tensor.dim() - 1 - len(widths) // 2, -1)):
         before, after = widths[2 * index : 2 * index + 2]
         if dim in varying and (before or after):
-            tracer.ledger.keep_whole(nodes, "channels are padded to it")
+            tracer.constraints.keep_all(nodes, "channels are padded to it")
             if before < 0 or after < 0 or not constant:
-                return tracer.ledger.freeze(nodes, "its channels are padded in a way that is not followed")
+                return tracer.constraints.freeze(nodes, "its channels are padded in a way that is not followed")
             shape = list(nodes.shape)
             parts = [torch.full([*shape[:dim], n, *shape[dim + 1 :]], filler) for n in (before, after)]
             nodes = torch.cat([parts[0], nodes, parts[1]], dim)
@@ -271,25 +269,25 @@ def pad(tracer: Tracer, call: Call) -> None:
 
 @register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
 def shuffle(tracer: Tracer, call: Call) -> None:
-    """Blocks of channels change places: they shrink as blocks."""
+    """Shuffles of blocks of channels, which are removed as blocks."""
     tensor, value = call["self"], tracer.value(call["self"])
     if value is None or value.source is not None:
-        return tracer.keep_whole([tensor], "it is shuffled")
+        return tracer.keep_all([tensor], "it is shuffled")
     others = {k: v for k, v in call.arguments.items() if k != "self"}
     moved = compress(call.func(value.nodes.expand(value.shape).contiguous(), **others))
     dim = tensor.dim() - 3 if "shuffle" in call.name and "pixel" in call.name else 1
     if value.varies() not in ([], [dim]):
-        tracer.ledger.keep_whole(value.nodes, "it is shuffled in an unusual layout")
+        tracer.constraints.keep_all(value.nodes, "it is shuffled in an unusual layout")
     elif call.name == "pixel_shuffle":  # r*r channels become one: they are removed together
         blocks = value.nodes.reshape(-1).expand(tensor.shape[dim]).view(-1, call["upscale_factor"] ** 2)
         for block in blocks.tolist():
-            tracer.ledger.together.append(tuple(map(when_carried, block)))
+            tracer.constraints.together.append(tuple(map(when_carried, block)))
         first = blocks[:, 0].view(-1, *[1] * (tensor.dim() - dim - 1))
         moved = first.view([1] * dim + list(first.shape))
     elif "channel" in call.name:
         blocks = value.nodes.reshape(-1).expand(tensor.shape[dim]).view(call["groups"], -1)
         for block in blocks.t().tolist():
-            tracer.ledger.together.append(tuple(map(when_carried, block)))
+            tracer.constraints.together.append(tuple(map(when_carried, block)))
     tracer.set(call.result, moved)
     return None
 
