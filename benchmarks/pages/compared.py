@@ -19,7 +19,7 @@ ESTIMATORS = (ITS_ESTIMATOR, "vr_pge_symmetric")
 NEAR = 1.05
 # Settings that runs must share to be compared, in addition to network, data, batch size and epochs.
 SHARED = ("precision", "width", "image_size", "validation")
-DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
+DEFAULTS: Mapping[str, Any] = dataclasses.asdict(Recipe())
 
 
 @dataclass(frozen=True)

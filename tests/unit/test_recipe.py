@@ -210,8 +210,8 @@ def test_preset_file_round_trip(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["x", None, 10**400])
 def test_other_values_than_numbers_are_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"`lr` is .* must be a number"):
-        Recipe(lr=wrong)
+    with pytest.raises(ConfigError, match=r"`finetune_lr` is .* must be a number"):
+        Recipe(finetune_lr=wrong)
 
 
 def test_integers_and_floats_give_the_same_hash() -> None:

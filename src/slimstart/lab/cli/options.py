@@ -64,9 +64,13 @@ def _settings() -> Iterator[inspect.Parameter]:
     hints = typing.get_type_hints(Recipe)
     for field in dataclasses.fields(Recipe):
         kind = next(
-            one for one in (str, int, float) if one is hints[field.name] or one in typing.get_args(hints[field.name])
+            one
+            for one in (str, bool, int, float)
+            if one is hints[field.name] or one in typing.get_args(hints[field.name])
         )
         flag = "--" + field.name.replace("_", "-")
+        if kind is bool:
+            flag = f"{flag}/--no-{flag.removeprefix('--')}"
         option = typer.Option(flag, help=field.metadata["help"], rich_help_panel=RECIPE_PANEL, show_default=False)
         annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
         yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slimstart.errors import DataError
 from slimstart.lab.data.batches import (
+    RAND_AUGMENT,
     TEST_BATCHES,
     WHOLE,
     ImageData,
@@ -30,6 +31,7 @@ from slimstart.lab.data.batches import (
     indices_from,
     num_full_batches,
 )
+from slimstart.lab.data.rand_augment import EpochDraws, RandAugment
 
 IMAGES_AT_ONCE = 4096
 
@@ -47,7 +49,14 @@ class ArraySet:
     padding: int
 
     def batches(
-        self, *, batch_size: int, seed: int, device: torch.device, validation: int, share: Share = WHOLE
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        validation: int,
+        share: Share = WHOLE,
+        augment: RandAugment | None = None,
     ) -> ImageData:
         """Both parts on the device; with `validation`, the held-out images take the place of the test images."""
         images, labels = self.train
@@ -59,7 +68,7 @@ class ArraySet:
             name=self.name,
             num_classes=self.num_classes,
             image_shape=(images.shape[1], images.shape[2], images.shape[3]),
-            train=Augmented(*train, batch_size, normalise, self.padding, seed, device, share),
+            train=Augmented(*train, batch_size, normalise, self.padding, seed, device, share, augment),
             test=InOrder(*test, TEST_BATCHES * batch_size, normalise, device, share),
             digest=digest_of(train[1].numpy(), test[1].numpy()),
         )
@@ -144,7 +153,7 @@ class InOrder:
 
 
 class Augmented:
-    """Shuffled images, each shifted by up to `padding` pixels of black and flipped or not, anew in every epoch."""
+    """Shuffled images, each shifted by up to `padding` pixels of black, flipped or not, and changed by `augment`."""
 
     def __init__(
         self,
@@ -156,11 +165,12 @@ class Augmented:
         seed: int,
         device: torch.device,
         share: Share = WHOLE,
+        augment: RandAugment | None = None,
     ) -> None:
         self.num_images = len(images)
         self.batch_size = batch_size
         self._num_batches = num_full_batches(self.num_images, batch_size, share)
-        self._part = share.of(0, batch_size)
+        self._part, self._share, self._augment = share.of(0, batch_size), share, augment
         self._num_shifts = 2 * padding + 1
         self._seed, self._device, self._normalise = seed, device, normalise
         # On a GPU it is the launches that take the time: those of several batches take no longer than those of one.
@@ -174,13 +184,18 @@ class Augmented:
         return self._num_batches
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        return beside(self._batches(indices_from(start, len(self)), self._draw(number)), self._device)
+        draws = None
+        if self._augment is not None:
+            random, num_images = generator(self._seed, number, 0, RAND_AUGMENT), len(self) * self.batch_size
+            draws = EpochDraws(self._augment, random, num_images, self.batch_size, self._share)
+        return beside(self._batches(indices_from(start, len(self)), self._draw(number), draws), self._device)
 
-    def _batches(self, left: range, plan: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for first in left[:: self._at_once]:
-            end = min(first + self._at_once, left.stop)
-            images, labels = self._batch(*plan[:, first:end].flatten(1))
-            size = plan.shape[2]
+    def _batches(self, left: range, plan: Tensor, draws: EpochDraws | None) -> Iterator[tuple[Tensor, Tensor]]:
+        at_once, size = self._at_once if draws is None else 1, plan.shape[2]
+        for first in left[::at_once]:
+            end = min(first + at_once, left.stop)
+            crops, labels = self._batch(*plan[:, first:end].flatten(1))
+            images = self._normalise(crops if draws is None else draws(crops, first))
             yield from zip(images.split(size), labels.split(size), strict=True)
 
     def _draw(self, epoch: int) -> Tensor:
@@ -198,4 +213,4 @@ class Augmented:
     def _batch(self, index: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> tuple[Tensor, Tensor]:
         crops = self._crops[index, :, top, left]
         crops = torch.where(flip.bool()[:, None, None, None], crops.flip(-1), crops)
-        return self._normalise(crops), self._labels[index]
+        return crops, self._labels[index]

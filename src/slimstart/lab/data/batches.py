@@ -21,6 +21,9 @@ from slimstart.errors import ConfigError
 # Evaluation keeps no activations for a backward, so its batches may be larger: fewer launches on a GPU.
 TEST_BATCHES = 4
 
+# Last number of the key of a generator: what its random numbers are for, besides order, crops and flips.
+RAND_AUGMENT, MIXING = 1, 2
+
 
 @dataclass(frozen=True)
 class Share:

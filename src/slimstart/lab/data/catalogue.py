@@ -11,6 +11,7 @@ import torch
 from slimstart.errors import ConfigError
 from slimstart.lab.data import cifar, fashion, image_folder, tiny_imagenet
 from slimstart.lab.data.batches import WHOLE, ImageData, Share
+from slimstart.lab.data.rand_augment import RandAugment
 
 NAMES = ("fashion", "cifar10", "cifar100", "tiny_imagenet16", "image_folder")
 
@@ -28,6 +29,7 @@ def load(
     download: bool = True,
     progress: Callable[[int, int | None], None] | None = None,
     share: Share = WHOLE,
+    augment: RandAugment | None = None,
 ) -> ImageData:
     """Load a data set; its batches come on `device`.
 
@@ -45,6 +47,7 @@ def load(
         download: fetch CIFAR into `data_dir` if it is not there.
         share: of every batch that this process takes, of several that train together; `batch_size` is that of the
             whole.
+        augment: RandAugment of the training images, after the crop and the flip.
         progress: called with the bytes that are there and those there will be (None if the server does not say).
 
     Raises:
@@ -67,6 +70,7 @@ def load(
             image_size=image_folder.IMAGE_SIZE if image_size is None else image_size,
             num_workers=num_workers,
             share=share,
+            augment=augment,
         )
     if name == "fashion":
         arrays = fashion.read()
@@ -77,4 +81,6 @@ def load(
     side = arrays.train[0].shape[-1]
     if image_size not in (None, side):
         raise ConfigError(f"`image_size` is {image_size}; {name} has images of {side} x {side}, and only those")
-    return arrays.batches(batch_size=batch_size, seed=seed, device=device, validation=validation, share=share)
+    return arrays.batches(
+        batch_size=batch_size, seed=seed, device=device, validation=validation, share=share, augment=augment
+    )

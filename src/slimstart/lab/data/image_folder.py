@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from slimstart.errors import ConfigError, DataError
 from slimstart.lab.data.batches import (
+    RAND_AUGMENT,
     WHOLE,
     ImageData,
     Normalise,
@@ -31,6 +32,7 @@ from slimstart.lab.data.batches import (
     indices_from,
     num_full_batches,
 )
+from slimstart.lab.data.rand_augment import EpochDraws, RandAugment
 
 IMAGE_SIZE = 224
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif")
@@ -52,6 +54,7 @@ def load(
     image_size: int,
     num_workers: int,
     share: Share = WHOLE,
+    augment: RandAugment | None = None,
 ) -> ImageData:
     """Find the images in `folder`; none is opened yet.
 
@@ -74,7 +77,7 @@ def load(
         name="image_folder",
         num_classes=len(classes),
         image_shape=(3, image_size, image_size),
-        train=FolderBatches(train, batch_size, image_size, device, num_workers, seed, share),
+        train=FolderBatches(train, batch_size, image_size, device, num_workers, seed, share, augment),
         test=FolderBatches(test, batch_size, image_size, device, num_workers, None, share),
         digest=digest_of(train.names, test.names),  # which begin with those of the classes
     )
@@ -122,6 +125,7 @@ class FolderBatches:
         num_workers: int,
         seed: int | None,
         share: Share = WHOLE,
+        augment: RandAugment | None = None,
     ) -> None:
         self.num_images, self._share = len(files.labels), share
         self.batch_size = batch_size
@@ -130,7 +134,7 @@ class FolderBatches:
         else:
             self._num_batches = num_full_batches(self.num_images, batch_size, share)
         self._files, self._image_size, self._seed = files, image_size, seed
-        self._device, self._num_workers = device, num_workers
+        self._device, self._num_workers, self._augment = device, num_workers, augment
         self._normalise = Normalise(MEAN, STD, device)
 
     def __len__(self) -> int:
@@ -149,13 +153,20 @@ class FolderBatches:
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # without one of its own it would draw from the global one
         )
-        return map(self._finish, loader)
+        draws = None
+        if self._augment is not None and self._seed is not None:
+            random = generator(self._seed, number, 0, RAND_AUGMENT)
+            draws = EpochDraws(self._augment, random, self.num_images, self.batch_size, self._share)
+        return (self._finish(decoded, draws, index) for index, decoded in zip(left, loader, strict=True))
 
-    def _finish(self, decoded: tuple[Tensor, Tensor] | DataError) -> tuple[Tensor, Tensor]:
+    def _finish(
+        self, decoded: tuple[Tensor, Tensor] | DataError, draws: EpochDraws | None, index: int
+    ) -> tuple[Tensor, Tensor]:
         if isinstance(decoded, DataError):
             raise decoded
         images, labels = (tensor.to(self._device, non_blocking=True) for tensor in decoded)
-        return self._normalise(images.permute(0, 3, 1, 2).contiguous()), labels
+        images = images.permute(0, 3, 1, 2).contiguous()
+        return self._normalise(images if draws is None else draws(images, index)), labels
 
 
 class _Decoded(Dataset[tuple[Tensor, Tensor] | DataError]):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slimstart.graph import COUPLINGS
 from slimstart.lab import data, models
 from slimstart.lab.methods import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
+from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
 from slimstart.lab.recipes.recipe import METHODS, OWN_SETTINGS, PRECISIONS, own_settings, parse_budget
 from slimstart.lab.recipes.schedules import parse_schedule
 from slimstart.policies import ESTIMATORS, POLICIES, SAMPLINGS
@@ -27,11 +28,19 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "sampling": (None, *SAMPLINGS),
     "protocol": PROTOCOLS,
     "precision": PRECISIONS,
+    "optimizer": tuple(OPTIMIZERS),
 }
 AT_LEAST_ONE = ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every", "rounds")
-POSITIVE = ("width", "structure_lr", "lr", "finetune_lr")
-NOT_NEGATIVE = ("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed")
+POSITIVE = ("width", "structure_lr", "lr", "eps", "finetune_lr")
+NOT_NEGATIVE = (
+    *("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"),
+    *("mixup", "cutmix", "rand_augment"),
+)
 FRACTIONS = ("settle_at", "label_smoothing", "momentum")
+
+
+# Methods that train one network, so that its weights have an average.
+AVERAGED = ("slimstart", "dense", "uniform", "random")
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
@@ -65,10 +74,15 @@ def _values(recipe: Recipe) -> Iterator[str]:
             yield f"`{name}` is {getattr(recipe, name)}; it must be positive and finite"
     for name in NOT_NEGATIVE:
         if not 0 <= getattr(recipe, name) < float("inf"):
-            yield f"`{name}` is {getattr(recipe, name)}; it must be finite and must not be negative"
+            yield f"`{name}` is {getattr(recipe, name)}; it must not be negative or infinite"
     for name in FRACTIONS:
-        if not 0 <= getattr(recipe, name) <= 1:
+        if getattr(recipe, name) is not None and not 0 <= getattr(recipe, name) <= 1:
             yield f"`{name}` is {getattr(recipe, name)}; it must be in [0, 1]"
+    for name in ("beta1", "beta2"):
+        if getattr(recipe, name) is not None and not 0 <= getattr(recipe, name) < 1:
+            yield f"`{name}` is {getattr(recipe, name)}; it must be at least 0 and less than 1"
+    if recipe.ema_decay is not None and not 0 < recipe.ema_decay < 1:
+        yield f"`ema_decay` is {recipe.ema_decay}; it must be between 0 and 1; leave it out for no average"
     if recipe.seed >= 2**63:
         yield f"`seed` is {recipe.seed}; it must be less than 2**63"
 
@@ -121,6 +135,39 @@ def _of_the_method(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_the_training(recipe: Recipe) -> Iterator[str]:
+    own = OPTIMIZERS.get(recipe.optimizer, OPTIMIZERS["sgd"])
+    for name in SETTINGS:
+        if name not in own and getattr(recipe, name) is not None:
+            owners = ", ".join(optimizer for optimizer, settings in OPTIMIZERS.items() if name in settings)
+            yield (
+                f"`{name}` is {getattr(recipe, name)}, but the optimizer {recipe.optimizer} has no such setting; leave "
+                f"it out, or choose {owners}"
+            )
+    if recipe.optimizer == "sgd" and recipe.nesterov and not recipe.momentum:
+        yield f"`nesterov` needs momentum, and `momentum` is {recipe.momentum}; leave `nesterov` out, or raise it"
+    if recipe.ema_decay is not None and recipe.method not in AVERAGED:
+        yield (
+            f"`ema_decay` is {recipe.ema_decay}, but the method {recipe.method} trains several networks, whose weights "
+            f"have no average; leave it out, or choose one of {', '.join(AVERAGED)}"
+        )
+    elif recipe.ema_decay is not None and recipe.method == "slimstart" and _draws_networks(recipe):
+        yield (
+            f"`ema_decay` is {recipe.ema_decay}, but the policy {recipe.policy} trains another sub-network at each "
+            "step, and the average over them is none of them; leave it out, or choose the policy equal_worth"
+        )
+    elif recipe.ema_decay is not None and recipe.full_model_device is not None:
+        yield (
+            f"`ema_decay` is {recipe.ema_decay}, but averages of weights in the host's memory are not supported; leave "
+            "it out, or `full_model_device`"
+        )
+    if recipe.rand_augment_magnitude is not None:
+        if not recipe.rand_augment:
+            yield (
+                f"`rand_augment_magnitude` is {recipe.rand_augment_magnitude}, but `rand_augment` is 0; leave the "
+                "magnitude out, or set the number of operations, such as 2"
+            )
+        elif not 0 <= recipe.rand_augment_magnitude <= 30:
+            yield f"`rand_augment_magnitude` is {recipe.rand_augment_magnitude}; it must be in [0, 30]"
     if recipe.warmup_epochs >= recipe.epochs:
         yield f"`warmup_epochs` is {recipe.warmup_epochs}; it must be less than `epochs`, {recipe.epochs}"
     if recipe.rounds > max(1, recipe.finetune_epochs):
@@ -128,3 +175,7 @@ def _of_the_training(recipe: Recipe) -> Iterator[str]:
             f"`rounds` is {recipe.rounds}, but each round needs an epoch of fine-tuning, and `finetune_epochs` is "
             f"{recipe.finetune_epochs}"
         )
+
+
+def _draws_networks(recipe: Recipe) -> bool:
+    return recipe.policy in POLICIES and POLICIES[recipe.policy].learns_from == "losses"

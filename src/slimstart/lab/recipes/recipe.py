@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimstart.errors import ConfigError
 from slimstart.lab import records
+from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
 
 if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its fields are looked at for `--help`
     from torch import nn
@@ -104,16 +105,36 @@ class Recipe:
 
     epochs: int = _setting(300, "Epochs of training, without those of fine-tuning.")
     batch_size: int = _setting(256, "Images per step, over all processes.")
-    lr: float = _setting(0.1, "Learning rate of the weights.")
+    optimizer: str = _setting("sgd", f"Optimizer of the weights: {', '.join(OPTIMIZERS)}.")
+    lr: float = _setting(None, "Learning rate of the weights. By default 0.1 with sgd, and 1e-3 with the others.")
     schedule: str = _setting(
         "cosine",
         "Schedule of the learning rate: cosine (falls to zero), constant, or steps such as steps:0.5,0.75x0.1 (times "
         "0.1 after half of the steps, and again after three quarters).",
     )
-    momentum: float = _setting(0.9, "Momentum of SGD.")
-    weight_decay: float = _setting(5e-4, "Weight decay of the optimizer.")
+    momentum: float | None = _setting(None, "Momentum of sgd (0.9 by default) and rmsprop (0 by default).")
+    nesterov: bool | None = _setting(None, "Nesterov's form of the momentum of sgd.")
+    beta1: float | None = _setting(None, "Decay of the mean gradient in adam and adamw; 0.9 by default.")
+    beta2: float | None = _setting(
+        None, "Decay of the mean squared gradient; by default 0.999 in adam and adamw, and 0.99 in rmsprop."
+    )
+    eps: float | None = _setting(None, "Added to the denominator of adam, adamw and rmsprop; 1e-8 by default.")
+    weight_decay: float = _setting(
+        None, "Weight decay. By default 5e-4 with sgd, 0.01 with adamw, and 0 with adam and rmsprop."
+    )
+    ema_decay: float | None = _setting(
+        None,
+        "Decay per step of an exponential moving average of the weights, which is evaluated and saved in place of the "
+        "weights; without one by default. It starts low, and rises to this value.",
+    )
     warmup_epochs: float = _setting(0.0, "Epochs at the start in which the learning rate rises linearly.")
     label_smoothing: float = _setting(0.0, "Label smoothing of the cross-entropy loss, from 0 to 1.")
+    mixup: float = _setting(0.0, "Alpha of mixup; 0 for none. With cutmix too, one of them is chosen for each batch.")
+    cutmix: float = _setting(0.0, "Alpha of CutMix; 0 for none.")
+    rand_augment: int = _setting(0, "Operations of RandAugment on each training image; 0 for none.")
+    rand_augment_magnitude: float | None = _setting(
+        None, "Strength of the operations of RandAugment, from 0 to 30; 9 by default."
+    )
     finetune_epochs: int = _setting(
         0, "Further epochs with a fixed structure; for methods that cut a trained network, those after the cut."
     )
@@ -133,6 +154,11 @@ class Recipe:
         object.__setattr__(self, "method", present_name(self.method))
         if self.estimator is None:  # one hash for one run
             object.__setattr__(self, "estimator", own_settings(self.policy).get("estimator"))
+        if self.rand_augment and self.rand_augment_magnitude is None:
+            object.__setattr__(self, "rand_augment_magnitude", 9.0)
+        for name, value in OPTIMIZERS.get(self.optimizer, OPTIMIZERS["sgd"]).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):
             left_out = field.default is None and getattr(self, field.name) is None
             # lr=1 is 1.0, here and in a file, so that both have one hash.
@@ -212,13 +238,17 @@ def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with some fields changed.
 
     The method dense drops a budget that it came with; another policy drops the settings that it does not have, and
-    with them `coupling` and `resample_every`.
+    with them `coupling` and `resample_every`; another optimizer drops all settings of the former one.
     """
     if changes.get("method") == "dense" and "budget" not in changes:
         changes = {**changes, "budget": None}
     lost = own_settings(recipe.policy).keys() - own_settings(changes.get("policy", recipe.policy)).keys()
     if lost:
         changes = {**dict.fromkeys(("coupling", "resample_every", *lost)), **changes}
+    if changes.get("optimizer", recipe.optimizer) != recipe.optimizer:
+        changes = {**dict.fromkeys(SETTINGS), **changes}
+    if changes.get("rand_augment") == 0:
+        changes = {"rand_augment_magnitude": None, **changes}
     return dataclasses.replace(recipe, **changes)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slimstart import __version__
 from slimstart.errors import ConfigError
 from slimstart.lab import data
+from slimstart.lab.data.rand_augment import RandAugment
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.steps import ENGINES
 
@@ -98,6 +99,7 @@ def load_data(
         download=place.download,
         progress=progress,
         share=share,
+        augment=RandAugment(recipe.rand_augment, recipe.rand_augment_magnitude or 0.0) if recipe.rand_augment else None,
     )
 
 

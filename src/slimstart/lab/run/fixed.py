@@ -15,8 +15,9 @@ from slimstart.errors import CheckpointError
 from slimstart.flop_counter import flops
 from slimstart.graph import ChannelGraph
 from slimstart.lab.recipes.recipe import Recipe
-from slimstart.lab.run.method import Batch, Loss, Wrap, sgd
+from slimstart.lab.run.method import Batch, Loss, Wrap, make_optimizer
 from slimstart.lab.run.train_cost import Ledger, first_layers, formula_flops
+from slimstart.lab.run.weight_average import WeightAverage
 from slimstart.steps import PlainTraining
 
 
@@ -39,7 +40,7 @@ class Stage:
         also: Callable[[Tensor], None] | None = None,
         wrap: Wrap | None = None,
     ) -> None:
-        self.network, self.optimizer = network, sgd(recipe, network)
+        self.network, self.optimizer = network, make_optimizer(recipe, network)
         runs = wrapped or network
         self._training = PlainTraining(runs if wrap is None else wrap(runs), self.optimizer, engine=engine, also=also)
         self.flops = flops(network, example)
@@ -106,25 +107,32 @@ class Fixed(Staged):
     ) -> None:
         self.graph, self.loss_fn, self.ledger = graph, Loss(recipe), Ledger()
         self._stage = Stage(recipe, network, example, engine, wrap=wrap)
+        self._average = None if recipe.ema_decay is None else WeightAverage(recipe.ema_decay, network)
         self.formula_flops = formula_flops(self.flops, self.flops)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self._stage.step(self.loss_fn, images, labels, self.ledger)
+        loss = self._stage.step(self.loss_fn, images, labels, self.ledger)
+        if self._average is not None:
+            self._average.update(self._stage.network)
+        return loss
 
     def begin_epoch(self, epoch: int, batches: Iterable[Batch]) -> None:
         pass
 
     def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
-        return self._stage.network
+        return self._stage.network if self._average is None else self._average.network(self._stage.network)
 
     def finish(self, batches: Iterable[Batch]) -> nn.Module:
-        return self._stage.network
+        return self._stage.network if self._average is None else self._average.write_to(self._stage.network)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._stage.state_dict(), "ledger": asdict(self.ledger)}
+        average = None if self._average is None else self._average.state_dict()
+        return {**self._stage.state_dict(), "average": average, "ledger": asdict(self.ledger)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != {"network", "optimizer", "ledger"}:
+        if state.keys() != {"network", "optimizer", "average", "ledger"}:
             raise CheckpointError("the checkpoint is of another method")
         self._stage.load_state_dict(state)
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])
         self.ledger = Ledger(**state["ledger"])

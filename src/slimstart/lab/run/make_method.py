@@ -16,14 +16,14 @@ from slimstart.lab.methods import PRUNERS, front_heavy, random_structure, unifor
 from slimstart.lab.methods.relaxations import RELAXATIONS
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run.fixed import Fixed
-from slimstart.lab.run.method import Batch, Loss, Method, Wrap, sgd
+from slimstart.lab.run.method import Batch, Loss, Method, Wrap, make_optimizer
 from slimstart.lab.run.pruned import Pruned
 from slimstart.lab.run.relaxed import Relaxed
 from slimstart.lab.run.search import Search
 from slimstart.narrow import compact
 from slimstart.policies.widths import ALIGN
 
-__all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "make_method", "sgd"]
+__all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "make_method", "make_optimizer"]
 
 
 def make_method(

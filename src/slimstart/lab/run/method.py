@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from slimstart.graph import ChannelGraph
 from slimstart.lab.recipes.recipe import Recipe
@@ -93,5 +93,13 @@ class Method(Protocol):
         """The inverse of `state_dict`."""
 
 
-def sgd(recipe: Recipe, model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """The optimizer that a recipe names, over all parameters of a model."""
+    common: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+    if recipe.optimizer == "sgd":
+        return SGD(model.parameters(), momentum=recipe.momentum or 0.0, nesterov=bool(recipe.nesterov), **common)
+    common["eps"] = recipe.eps
+    if recipe.optimizer == "rmsprop":
+        return RMSprop(model.parameters(), momentum=recipe.momentum or 0.0, alpha=recipe.beta2 or 0.0, **common)
+    kind = Adam if recipe.optimizer == "adam" else AdamW
+    return kind(model.parameters(), betas=(recipe.beta1 or 0.0, recipe.beta2 or 0.0), **common)

@@ -106,7 +106,7 @@ class Program:
         self._began = time.monotonic()
         if progress.batch == 0:
             self.method.begin_epoch(progress.epoch, self.task.calibration_batches())
-        for images, labels in self.task.data.train.epoch(progress.epoch, start=progress.batch):
+        for images, labels in self.task.train.epoch(progress.epoch, start=progress.batch):
             self._set_learning_rate()
             progress.flops_sum += self.method.flops
             if self.ranks.size > 1:

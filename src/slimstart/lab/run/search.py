@@ -12,8 +12,9 @@ from slimstart.devices import device_of
 from slimstart.errors import CheckpointError
 from slimstart.flop_counter import counting
 from slimstart.lab.recipes.recipe import Recipe
-from slimstart.lab.run.method import Batch, Loss, Wrap, sgd
+from slimstart.lab.run.method import Batch, Loss, Wrap, make_optimizer
 from slimstart.lab.run.train_cost import FirstLayers, Ledger, first_layers, formula_flops
+from slimstart.lab.run.weight_average import WeightAverage
 from slimstart.policies import EqualWorth, Flops, Policy, equal_worth, get_policy
 from slimstart.training import SparseTraining
 
@@ -47,9 +48,9 @@ class Search:
         wrap: Wrap | None = None,
     ) -> None:
         assert recipe.parsed_budget is not None
-        self.loss_fn, self.num_masks = Loss(recipe), recipe.num_masks
+        self.loss_fn, self.num_masks, self._model = Loss(recipe), recipe.num_masks, model
         self._search_epochs = recipe.search_epochs
-        self.optimizer = sgd(recipe, model)
+        self.optimizer = make_optimizer(recipe, model)
         self._first: FirstLayers = first_layers(model, example.to(device_of(model)))  # of the dense model
         self.sparse = SparseTraining(
             model,
@@ -64,6 +65,9 @@ class Search:
         )
         self._wrapped = None if wrap is None else wrap(model)  # several processes: `step` finds it
         self.graph = self.sparse.graph
+        self._average = None
+        if recipe.ema_decay is not None:
+            self._average = WeightAverage(recipe.ema_decay, self.sparse.dense_copy(), self.graph)
         self.ledger = Ledger()
         self._nominal = Flops(1.0).bind(self.graph.costs)
 
@@ -103,6 +107,8 @@ class Search:
         runs = self.sparse.executed
         input_gradient = self._first.input_gradient({**self._first.filters, **runs.num_filters})
         loss: Tensor = self.sparse.step(self.loss_fn, images, labels)
+        if self._average is not None:
+            self._average.update(self._model, self.sparse.mask)
         self.ledger.step(round(self.sparse.num_examples), runs.flops, input_gradient, sum(runs.reference_flops))
         return loss
 
@@ -114,9 +120,14 @@ class Search:
         self.ledger.selection += self._over_ranks(count.total)
 
     def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
+        if self._average is not None:  # which has running statistics of its own
+            return self._average.write_to(self.sparse.snapshot(), self.sparse.mask)
         return self.sparse.snapshot(batches, self.loss_fn)
 
     def finish(self, batches: Iterable[Batch]) -> nn.Module:
+        if self._average is not None:
+            mask = self.sparse.mask
+            return self._average.write_to(self.sparse.finish(), mask)
         with counting() as count:
             network = self.sparse.finish(batches, self.loss_fn, self.num_masks)
         self.ledger.selection += self._over_ranks(count.total)
@@ -127,10 +138,13 @@ class Search:
         return sum(self.sparse.process_group.gather(flops))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sparse": self.sparse.state_dict(), "ledger": asdict(self.ledger)}
+        average = None if self._average is None else self._average.state_dict()
+        return {"sparse": self.sparse.state_dict(), "average": average, "ledger": asdict(self.ledger)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != {"sparse", "ledger"}:
+        if state.keys() != {"sparse", "average", "ledger"}:
             raise CheckpointError("the checkpoint is of another method")
         self.sparse.load_state_dict(state["sparse"])
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])
         self.ledger = Ledger(**state["ledger"])

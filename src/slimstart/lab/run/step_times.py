@@ -13,7 +13,7 @@ from slimstart.devices import device_of
 from slimstart.errors import BudgetError
 from slimstart.lab.methods import RELAXATIONS, uniform_of_flops
 from slimstart.lab.recipes.recipe import Recipe, merged
-from slimstart.lab.run.make_method import Batch, Loss, Search, sgd
+from slimstart.lab.run.make_method import Batch, Loss, Search, make_optimizer
 from slimstart.lab.run.task import Task
 from slimstart.lab.run.timed_steps import plain_step, search_step
 from slimstart.lab.run.timing import Step, Stopwatch, compare
@@ -53,7 +53,7 @@ def measured(task: Task, own_flops: int) -> StepTimes | None:
     # With several processes there are none, for one of them alone cannot take a step.
     if not task.place.step_times or not has_step_times(task.recipe) or task.ranks.size > 1:
         return None
-    batch = next(iter(task.data.train.epoch(0)))
+    batch = next(iter(task.train.epoch(0)))
     try:
         return step_times(task.recipe, task.make_model, batch, own_flops, task.dense.flops, task.place.engine)
     except (RuntimeError, MemoryError) as error:
@@ -118,7 +118,7 @@ def _uniform(model: nn.Module, batch: Batch, own_flops: int, dense_flops: int, a
 
 
 def _plain_step(recipe: Recipe, network: nn.Module, batch: Batch, engine: str) -> Step:
-    optimizer, loss_fn = sgd(recipe, network), Loss(recipe)
+    optimizer, loss_fn = make_optimizer(recipe, network), Loss(recipe)
     training = PlainTraining(network, optimizer, engine=engine)
 
     def step(watch: Stopwatch) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from slimstart.distributed import synchronise_batch_norm
 from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup, gradient_bytes
 from slimstart.flop_counter import flops
-from slimstart.lab.data import ImageData, Share
+from slimstart.lab.data import Batches, ImageData, Share
+from slimstart.lab.data.mixing import Mixed
 from slimstart.lab.recipes.recipe import Recipe, make_model
 from slimstart.lab.run import environment as surroundings
 from slimstart.lab.run.environment import Place
@@ -50,6 +51,7 @@ class Task:
     Attributes:
         device: that trains.
         home: of the dense network.
+        train: batches that the network is trained on.
         example: one image of zeros, on the device.
         dense: known when the dense network has been made once.
 
@@ -71,6 +73,9 @@ class Task:
         self.home = torch.device(recipe.full_model_device or self.device)
         surroundings.set_precision(recipe.precision)
         self.data = self._load_data(downloading)
+        self.train: Batches = self.data.train
+        if recipe.mixup or recipe.cutmix:
+            self.train = Mixed(self.train, self.data.num_classes, recipe.mixup, recipe.cutmix, recipe.seed)
         self.steps_per_epoch = len(self.data.train)
         self.example = torch.zeros(1, *self.data.image_shape, device=self.device)
 
@@ -108,5 +113,5 @@ class Task:
         return surroundings.suited(model, self.home, self.device)
 
     def calibration_batches(self) -> Iterator[Batch]:
-        """Training batches that belong to no epoch of the training."""
+        """Training batches that belong to no epoch of the training, and are not mixed."""
         return islice(self.data.train.epoch(self.recipe.total_epochs), NUM_CALIBRATION_BATCHES)

@@ -1,0 +1,201 @@
+r"""RandAugment (Cubuk et al., 2020) on batches of uint8 images: N random operations on each image, one after the other.
+
+The fourteen operations and their ranges are those of torchvision; each computes what Pillow computes. Operations and
+signs are drawn for a whole epoch at once, on the CPU, so an image is changed in the same way on every device and in a
+run that is resumed. All images of a batch that get the same operation are changed together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slimstart.lab.data.batches import Share
+
+LARGEST = 30.0  # magnitude
+_LUMA = (19595, 38470, 7471)  # red, green and blue in grey, in units of 2^-16
+
+
+class RandAugment:
+    """The augmentation of one data set.
+
+    Args:
+        num_ops: operations on each image.
+        magnitude: how strong they are, from 0 to `LARGEST`.
+    """
+
+    def __init__(self, num_ops: int, magnitude: float) -> None:
+        self.num_ops, self._strength = num_ops, magnitude / LARGEST
+
+    def draw(self, random: np.random.Generator, num_images: int) -> np.ndarray:
+        """(num_ops, num_images) int8: operations of all positions of an epoch; negative for the other sign."""
+        operations = random.integers(len(OPERATIONS), size=(self.num_ops, num_images), dtype=np.int8)
+        return np.where(random.integers(2, size=operations.shape, dtype=np.int8) > 0, operations, ~operations)
+
+    def __call__(self, images: Tensor, drawn: np.ndarray) -> Tensor:
+        """Change a batch.
+
+        Args:
+            images: uint8 (B, C, H, W).
+            drawn: (num_ops, B), the columns of `draw` for these images.
+        """
+        images = images.clone()
+        for operations in drawn:
+            for code in np.unique(operations).tolist():
+                index = torch.from_numpy(np.flatnonzero(operations == code)).to(images.device, non_blocking=True)
+                # ~n is -1 - n: the same operation with the other sign.
+                operation, sign = OPERATIONS[code if code >= 0 else ~code], 1 if code >= 0 else -1
+                images[index] = operation(images[index], self._strength, sign)
+        return images
+
+
+class EpochDraws:
+    """The operations of one epoch, batch by batch.
+
+    Args:
+        share: of every batch that this process makes.
+    """
+
+    def __init__(
+        self, augment: RandAugment, random: np.random.Generator, num_images: int, batch_size: int, share: Share
+    ) -> None:
+        self._augment, self._batch_size, self._share = augment, batch_size, share
+        self._drawn = augment.draw(random, num_images)
+
+    def __call__(self, images: Tensor, batch: int) -> Tensor:
+        """Change the images of batch `batch` of the epoch; uint8 (B, C, H, W)."""
+        start = batch * self._batch_size
+        return self._augment(images, self._drawn[:, self._share.of(start, start + self._batch_size)])
+
+
+# --- operations: (images, strength from 0 to 1, sign) -> images ------------------------------------------------------
+
+
+def _identity(images: Tensor, strength: float, sign: int) -> Tensor:
+    return images
+
+
+def _shear_x(images: Tensor, strength: float, sign: int) -> Tensor:
+    return _affine(images, (1.0, sign * 0.3 * strength, 0.0, 0.0, 1.0, 0.0))
+
+
+def _shear_y(images: Tensor, strength: float, sign: int) -> Tensor:
+    return _affine(images, (1.0, 0.0, 0.0, sign * 0.3 * strength, 1.0, 0.0))
+
+
+def _translate_x(images: Tensor, strength: float, sign: int) -> Tensor:
+    shift = int(150 / 331 * images.shape[3] * strength)
+    return _affine(images, (1.0, 0.0, float(sign * shift), 0.0, 1.0, 0.0))
+
+
+def _translate_y(images: Tensor, strength: float, sign: int) -> Tensor:
+    shift = int(150 / 331 * images.shape[2] * strength)
+    return _affine(images, (1.0, 0.0, 0.0, 0.0, 1.0, float(sign * shift)))
+
+
+def _rotate(images: Tensor, strength: float, sign: int) -> Tensor:
+    angle = math.radians(sign * 30 * strength)
+    cos, sin = math.cos(angle), math.sin(angle)
+    x, y = images.shape[3] / 2, images.shape[2] / 2
+    return _affine(images, (cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y))
+
+
+def _affine(images: Tensor, matrix: tuple[float, ...]) -> Tensor:
+    """Every pixel from its nearest neighbour under an affine map of coordinates; black from outside of the image."""
+    source = _sources(images.shape[2], images.shape[3], matrix).to(images.device, non_blocking=True)
+    # The last pixel, which does not exist, is black.
+    pixels = F.pad(images.flatten(2), (0, 1))
+    return pixels[:, :, source].view_as(images)
+
+
+@cache
+def _sources(height: int, width: int, matrix: tuple[float, ...]) -> Tensor:
+    """(H * W,) int64: the pixel that each pixel is taken from; H * W for those outside."""
+    a, b, c, d, e, f = matrix
+    y, x = np.mgrid[:height, :width] + 0.5
+    column, row = np.floor(a * x + b * y + c), np.floor(d * x + e * y + f)
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    return torch.from_numpy(np.where(inside, row * width + column, height * width).astype(np.int64).ravel())
+
+
+def _blend(other: Tensor, images: Tensor, factor: float) -> Tensor:
+    """`other` + factor * (`images` - `other`), rounded down."""
+    return (other + factor * (images.float() - other)).clamp_(0, 255).to(torch.uint8)
+
+
+def _factor(strength: float, sign: int) -> float:
+    return 1 + sign * 0.9 * strength
+
+
+def _brightness(images: Tensor, strength: float, sign: int) -> Tensor:
+    return _blend(images.new_zeros((), dtype=torch.float32), images, _factor(strength, sign))
+
+
+def _grey(images: Tensor) -> Tensor:
+    """(B, 1, H, W) int32."""
+    if images.shape[1] != 3:
+        return images.to(torch.int32).sum(1, keepdim=True) // images.shape[1]
+    red, green, blue = images.to(torch.int32).unbind(1)
+    return ((_LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue + 0x8000) >> 16)[:, None]
+
+
+def _color(images: Tensor, strength: float, sign: int) -> Tensor:
+    return _blend(_grey(images).float(), images, _factor(strength, sign))
+
+
+def _contrast(images: Tensor, strength: float, sign: int) -> Tensor:
+    grey = _grey(images)
+    total, count = grey.sum((1, 2, 3)), grey[0].numel()
+    mean = (2 * total + count) // (2 * count)  # to the nearest whole number
+    return _blend(mean.float().view(-1, 1, 1, 1), images, _factor(strength, sign))
+
+
+def _sharpness(images: Tensor, strength: float, sign: int) -> Tensor:
+    if min(images.shape[2:]) < 3:
+        return images
+    whole = images.to(torch.int32)
+    rows = whole[:, :, :-2] + whole[:, :, 1:-1] + whole[:, :, 2:]
+    near = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * whole[:, :, 1:-1, 1:-1]
+    smooth = whole.clone()  # the border is left as it was
+    smooth[:, :, 1:-1, 1:-1] = (2 * near + 13) // 26
+    return _blend(smooth.float(), images, _factor(strength, sign))
+
+
+def _posterize(images: Tensor, strength: float, sign: int) -> Tensor:
+    bits = 8 - round(4 * strength)
+    return images.bitwise_and(256 - 2 ** (8 - bits))
+
+
+def _solarize(images: Tensor, strength: float, sign: int) -> Tensor:
+    return torch.where(images.float() >= 255 * (1 - strength), 255 - images, images)
+
+
+def _autocontrast(images: Tensor, strength: float, sign: int) -> Tensor:
+    least, most = images.amin((2, 3), keepdim=True).double(), images.amax((2, 3), keepdim=True).double()
+    scale = 255 / (most - least).clamp(min=1)
+    stretched = (images.double() * scale - least * scale).clamp_(0, 255).to(torch.uint8)
+    return torch.where(most > least, stretched, images)
+
+
+def _equalize(images: Tensor, strength: float, sign: int) -> Tensor:
+    planes = images.flatten(2).flatten(0, 1).long()  # (B * C, H * W)
+    counts = torch.zeros(len(planes), 256, dtype=torch.int64, device=images.device)
+    counts.scatter_add_(1, planes, torch.ones_like(planes))
+    last = counts.gather(1, planes.amax(1, keepdim=True))
+    step = (planes.shape[1] - last) // 255
+    before = counts.cumsum(1) - counts
+    table = ((step // 2 + before) // step.clamp(min=1)).clamp_(max=255)
+    found = torch.where(step > 0, table.gather(1, planes), planes)
+    return found.to(torch.uint8).view_as(images)
+
+
+OPERATIONS: tuple[Callable[[Tensor, float, int], Tensor], ...] = (
+    *(_identity, _shear_x, _shear_y, _translate_x, _translate_y, _rotate, _brightness, _color),
+    *(_contrast, _sharpness, _posterize, _solarize, _autocontrast, _equalize),
+)
