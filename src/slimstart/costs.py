@@ -1,4 +1,4 @@
-r"""The cost table: plain data that `graph` derives from a network and `structure` evaluates; it knows neither.
+r"""The cost table: plain data that `graph` derives from a network and `policies` evaluate; it knows neither.
 
 A network's cost (its FLOPs, or its parameters) is a polynomial in "how many channels are there". With a mask
 :math:`m \in \{0,1\}^U` over units,
@@ -12,11 +12,17 @@ there), and a *term* t multiplies one or two factors (a convolution: inputs time
 
 :math:`\tilde m` is the mask after the **at-least-one rule**: units form groups (`unit_group`), and where the draw drops
 every unit of a group, its first unit is kept all the same.
+
+Some layers can go as a whole (`layers`). `CostTable.without` is the table of the network without them: their terms are
+subtracted, and where the identity takes the place of a layer, its output channel i exists if its input channel i does.
+Units keep their numbers, so one mask serves both tables; units that only the removed layers have are in no event.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,10 +52,35 @@ class Polynomial:
     constant: int
     terms: tuple[Term, ...]
 
+    def __sub__(self, other: Polynomial) -> Polynomial:
+        coefficients = Counter({tuple(sorted(term.factors)): term.coefficient for term in self.terms})
+        for term in other.terms:
+            coefficients[tuple(sorted(term.factors))] -= term.coefficient
+        terms = tuple(Term(coefficient, factors) for factors, coefficient in coefficients.items() if coefficient)
+        return Polynomial(self.constant - other.constant, terms)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one removable layer adds to a cost table.
+
+    Attributes:
+        unit_filters: (U,) int64, filters of this layer that go with each unit.
+        flops, params: the part of the table's polynomials that belongs to this layer.
+        outputs: (n,) int64, units of its output channels that the input's channels replace while it is gone.
+        inputs: (n,) int64, for each of them, the event of the input channel.
+    """
+
+    unit_filters: Tensor
+    flops: Polynomial
+    params: Polynomial
+    outputs: Tensor
+    inputs: Tensor
+
 
 @dataclass(frozen=True)
 class CostTable:
-    """Everything that `structure` needs to know of a network."""
+    """Everything that `policies` need to know of a network."""
 
     unit_group: Tensor  # (U,) int64: the group of each unit; a group's first unit is the one with the lowest index
     unit_filters: Tensor  # (U,) int64: how many filters go with each unit
@@ -57,6 +88,7 @@ class CostTable:
     factors: tuple[Factor, ...]
     flops: Polynomial  # of one forward on the example inputs; one multiply-add = 1
     params: Polynomial
+    layers: tuple[LayerCost, ...] = ()  # that can go as a whole, in network order; no two share a term
     _rule: dict[torch.device, tuple[Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -64,6 +96,36 @@ class CostTable:
     @property
     def num_units(self) -> int:
         return self.unit_group.numel()
+
+    def without(self, layers: Collection[int]) -> CostTable:
+        """The table of the network without some of its `layers`, by position; the other layers remain removable."""
+        gone = [self.layers[i] for i in sorted(set(layers))]
+        if not gone:
+            return self
+        flops, params, filters = self.flops, self.params, self.unit_filters
+        for layer in gone:
+            flops, params = flops - layer.flops, params - layer.params
+            filters = filters - layer.unit_filters.to(filters.device)
+        events = self._replaced_events(gone, alive=(filters > 0).tolist())
+        rest = tuple(layer for i, layer in enumerate(self.layers) if i not in set(layers))
+        return replace(self, unit_filters=filters, events=events, flops=flops, params=params, layers=rest)
+
+    def _replaced_events(self, gone: Collection[LayerCost], alive: list[bool]) -> Tensor:
+        """The events with the units of removed layers replaced by those of their inputs, or left out."""
+        rows = [[u for u in row if u >= 0] for row in self.events.tolist()]
+        stands_for: dict[int, frozenset[int]] = {}  # a unit -> the units on which its channel depends now
+
+        def resolved(row: list[int]) -> frozenset[int]:
+            return frozenset().union(*(stands_for.get(u, frozenset({u} if alive[u] else ())) for u in row))
+
+        for layer in gone:  # in network order, so what a layer reads has been resolved
+            inputs = [resolved(rows[event]) for event in layer.inputs.tolist()]
+            stands_for.update(zip(layer.outputs.tolist(), inputs, strict=True))
+        if not all(alive) or stands_for:
+            rows = [sorted(resolved(row)) for row in rows]
+        width = max(map(len, rows), default=1)
+        padded = [row + [-1] * (width - len(row)) for row in rows]
+        return torch.tensor(padded, dtype=torch.int64, device=self.events.device).view(len(rows), width)
 
     def at_least_one(self, mask: Tensor) -> Tensor:
         """The mask with the first unit of every empty group kept; the input is not changed.

@@ -223,6 +223,9 @@ def test_str_of_a_network():
         "  0: units 0..1, 4 filters",
         "not prunable:",
         "  2: it is an output of the network",
+        "layers that cannot go as a whole:",
+        "  0: its input is (2, 6) and its output (2, 4)",
+        "  2: its input is (2, 2) and its output (2, 3)",
     ]
 
 

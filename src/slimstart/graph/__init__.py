@@ -8,13 +8,24 @@ Open `channels.py` first (the result), then `trace.py` (how it is found). A run 
 - `trace.py` runs the forward and sees every operation; `tracer.py` is what is known of its tensors;
 - `rules/` has one rule per operation; `sizes.py` are integers that remember where they come from;
 - `constraints.py` is what the rules write down (the `Constraints`);
-- `solver.py` and `reshapes.py` turn these constraints into ties between filters, and `build.py` into a graph.
+- `solver.py` and `reshapes.py` turn these constraints into ties between filters, and `build.py` into a graph;
+- `removable.py` finds the layers that can go as a whole.
 
 `readers.py` answers a question about a finished graph: which layers read a unit.
 """
 
-from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, Selection, Slice
+from slimstart.graph.channels import ChannelGraph, ChannelGroup, Port, RemovableLayer, Selection, Slice
 from slimstart.graph.rules import register_rule
 from slimstart.graph.trace import COUPLINGS, trace
 
-__all__ = ["COUPLINGS", "ChannelGraph", "ChannelGroup", "Port", "Selection", "Slice", "register_rule", "trace"]
+__all__ = [
+    "COUPLINGS",
+    "ChannelGraph",
+    "ChannelGroup",
+    "Port",
+    "RemovableLayer",
+    "Selection",
+    "Slice",
+    "register_rule",
+    "trace",
+]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from slimstart.costs import CostTable, Factor, Polynomial, Term
+from slimstart.costs import CostTable, Factor, LayerCost, Polynomial, Term
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
 from slimstart.graph.constraints import (
     CONSTANT,
@@ -27,6 +27,7 @@ from slimstart.graph.constraints import (
     when_carried,
     when_live,
 )
+from slimstart.graph.removable import Found, find_removable
 from slimstart.graph.reshapes import ReshapeSolver
 from slimstart.graph.sizes import Attribute
 from slimstart.graph.solver import Solver, axis_presences
@@ -55,7 +56,8 @@ def build_graph(constraints: Constraints, model: nn.Module, reasons: Mapping[str
     for cost in constraints.costs:
         axes.update(dict.fromkeys(cost.factors))
     groups = solver.guarantee_channels(list(axes))
-    return _write_graph(solver, groups, tensors, reshapes.attribute_presences(), model)
+    removable = find_removable(solver, model, reasons)
+    return _write_graph(solver, groups, tensors, reshapes.attribute_presences(), model, removable)
 
 
 class _Tables:
@@ -139,6 +141,7 @@ def _write_graph(
     channels: dict[tuple[str, int], tuple[Presence, ...]],
     attributes: dict[Attribute, tuple[Presence, ...]],
     model: nn.Module,
+    removable: tuple[list[Found], dict[str, str]],
 ) -> ChannelGraph:
     """The graph, from what the solver found.
 
@@ -146,6 +149,7 @@ def _write_graph(
         groups: the group of every root atom that can be dropped.
         channels: for dimensions of named tensors, when each index exists.
         attributes: for attributes of the user's modules, when each of the channels that they count exists.
+        removable: layers that can go as a whole, and why others cannot.
     """
     constraints, find = solver.constraints, solver.atoms.find
     roots = sorted(groups, key=lambda root: (groups[root], root))
@@ -168,13 +172,13 @@ def _write_graph(
             counted[key] = Counter(axis, tables.carried_axis(found), dense)
 
     flops = [(tables.term(cost.coefficient, cost.factors), cost) for cost in constraints.costs]
-    params: list[Term | int] = []
+    params: dict[str, Term | int] = {}
     for name, parameter in model.named_parameters():
         cut = dimensions.get(name, {})
         rest = 1
         for dim, size in enumerate(parameter.shape):
             rest *= 1 if dim in cut else size
-        params.append(tables.term(rest, cut.values()))
+        params[name] = tables.term(rest, cut.values())
     totals = [cost.coefficient * math.prod(map(len, cost.factors)) for _, cost in flops]
     shrinking = sum(d for d, (term, _) in zip(totals, flops, strict=True) if isinstance(term, Term))
 
@@ -192,13 +196,27 @@ def _write_graph(
     labels = sorted(members)
     position = {label: number for number, label in enumerate(labels)}
     unit_group = torch.tensor([position[groups[root]] for root in roots], dtype=torch.int64)
+    removable_layers, not_removable = removable
+    layer_costs = []
+    for layer, ties in ((one.layer, one.ties) for one in removable_layers):
+        own = [units[units >= 0] for name, units in filters.items() if layer.has(name)]
+        layer_costs.append(
+            LayerCost(
+                unit_filters=torch.bincount(torch.cat([torch.zeros(0, dtype=torch.int64), *own]), minlength=len(roots)),
+                flops=_polynomial(term for term, cost in flops if layer.has(cost.module)),
+                params=_polynomial(term for name, term in params.items() if layer.has(name)),
+                outputs=torch.tensor([unit_of[atom] for atom, _ in ties], dtype=torch.int64),
+                inputs=torch.tensor([tables.event(solver.exists(when)) for _, when in ties], dtype=torch.int64),
+            )
+        )
     costs = CostTable(
         unit_group=unit_group,
         unit_filters=torch.tensor(unit_filters, dtype=torch.int64),
         events=tables.padded_events(),
         factors=tables.factor_list(),
         flops=_polynomial(term for term, _ in flops),
-        params=_polynomial(params),
+        params=_polynomial(params.values()),
+        layers=tuple(layer_costs),
     )
     channel_groups = []
     start = 0
@@ -219,6 +237,8 @@ def _write_graph(
         not_prunable=_not_prunable(solver, tensors, model),
         costs=costs,
         coverage=shrinking / max(1, sum(totals)),
+        layers=tuple(one.layer for one in removable_layers),
+        not_removable=not_removable,
     )
 
 

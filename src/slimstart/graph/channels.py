@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter as Counter_
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -79,6 +79,27 @@ class ChannelGroup:
 
 
 @dataclass(frozen=True)
+class RemovableLayer:
+    """A part of the network that can go as a whole: the identity takes its place.
+
+    Attributes:
+        name: of its first module.
+        modules: names of the modules that become the identity: a convolution or linear layer with its normalisation and
+            activation, or one module around a residual branch.
+        num_results: for each of them, the length of the tuple that it returns, 0 for a tensor, and None where one
+            tensor is its only argument and its result.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    num_results: tuple[int | None, ...]
+
+    def has(self, name: str) -> bool:
+        """Whether a module, parameter or buffer belongs to this layer."""
+        return any(name == module or name.startswith(module + ".") for module in self.modules)
+
+
+@dataclass(frozen=True)
 class ChannelGraph:
     """Which indices of which tensors are kept or dropped together; made by `slimstart.trace`.
 
@@ -93,6 +114,9 @@ class ChannelGraph:
         not_prunable: {name: reason} for what was not followed or cannot shrink.
         costs: the cost table.
         coverage: share of the FLOPs of one forward that belongs to operations that can shrink.
+        layers: the layers that can go as a whole, in network order; in that of `costs.layers`, too.
+        not_removable: {name: reason} for layers that cannot.
+        removed: the layers that are gone from this graph, see `without`.
     """
 
     coupling: str
@@ -106,6 +130,9 @@ class ChannelGraph:
     not_prunable: Mapping[str, str]
     costs: CostTable
     coverage: float
+    layers: tuple[RemovableLayer, ...] = ()
+    not_removable: Mapping[str, str] = field(default_factory=dict)
+    removed: tuple[RemovableLayer, ...] = ()
 
     @property
     def num_units(self) -> int:
@@ -116,6 +143,51 @@ class ChannelGraph:
         """A hash of what the units mean, to tell whether a mask belongs to this graph."""
         meaning = [(group.name, group.units.start, group.units.stop, group.layers) for group in self.groups]
         return hashlib.sha256(repr((self.coupling, meaning)).encode()).hexdigest()[:16]
+
+    def without(self, names: Iterable[str]) -> ChannelGraph:
+        """The graph of the network without some layers. Units keep their numbers, so masks serve both graphs.
+
+        Where the identity takes the place of a layer, the mask of its input is that of its output, too.
+
+        Args:
+            names: of layers in `layers`.
+
+        Raises:
+            ValueError: there is no such layer, or it cannot be removed.
+        """
+        wanted = dict.fromkeys(names)
+        position = {layer.name: i for i, layer in enumerate(self.layers)}
+        if unknown := [name for name in wanted if name not in position]:
+            reason = self.not_removable.get(
+                unknown[0], "no layer of that name can be removed; print the graph for a list"
+            )
+            raise ValueError(f"{unknown[0]!r} cannot be removed: {reason}")
+        gone = [layer for layer in self.layers if layer.name in wanted]
+        if not gone:
+            return self
+
+        def stays(name: str) -> bool:
+            return not any(layer.has(name) for layer in gone)
+
+        costs = self.costs.without([position[layer.name] for layer in gone])
+        groups = []
+        for group in self.groups:
+            layers = tuple(filter(stays, group.layers))
+            num_filters = int(costs.unit_filters[group.units.start : group.units.stop].sum())
+            if layers:
+                groups.append(ChannelGroup(layers[0], group.units, layers, num_filters))
+        return replace(
+            self,
+            groups=tuple(groups),
+            tensors={name: pieces for name, pieces in self.tensors.items() if stays(name)},
+            reads={name: port for name, port in self.reads.items() if stays(name)},
+            writes={name: port for name, port in self.writes.items() if stays(name)},
+            attributes={key: counter for key, counter in self.attributes.items() if stays(key[0])},
+            filters={name: units for name, units in self.filters.items() if stays(name)},
+            costs=costs,
+            layers=tuple(layer for layer in self.layers if layer.name not in wanted),
+            removed=(*self.removed, *gone),
+        )
 
     def units_along(self, axis: int) -> Tensor:
         """(n,) int64: the unit of each index of an axis, the first where there are several; -1 where always there."""
@@ -193,6 +265,12 @@ class ChannelGraph:
         if self.not_prunable:
             lines.append("not prunable:")
             lines.extend(f"  {name}: {reason}" for name, reason in self.not_prunable.items())
+        if self.layers:
+            lines.append("layers that can go as a whole:")
+            lines.extend(f"  {', '.join(layer.modules)}" for layer in self.layers)
+        if self.not_removable:
+            lines.append("layers that cannot go as a whole:")
+            lines.extend(f"  {name}: {reason}" for name, reason in self.not_removable.items())
         return "\n".join(lines)
 
 

@@ -86,10 +86,48 @@ class PortNodes:
 
 @dataclass(frozen=True)
 class OperationCost:
-    """Multiply-adds of one operation: `coefficient` times the product of the numbers of channels in `factors`."""
+    """Multiply-adds of one operation: `coefficient` times the product of the numbers of channels in `factors`.
+
+    Attributes:
+        module: the innermost module that was running.
+    """
 
     coefficient: int
     factors: tuple[tuple[Presence, ...], ...]
+    module: str
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A tensor as a module met it.
+
+    Attributes:
+        serial: the same for the same tensor object, also where an operation has written into it.
+        nodes: its node ids; None where it is not followed.
+    """
+
+    serial: int
+    shape: torch.Size
+    nodes: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        module: its name.
+        plain: whether it was called with one tensor and nothing else.
+        num_results: length of the tuple that it returned, 0 for a tensor.
+        before: the first argument, if that is a tensor.
+        after: the tensor returned, or the first of a tuple of which the others are None.
+    """
+
+    module: str
+    plain: bool
+    num_results: int
+    before: Seen | None
+    after: Seen | None
 
 
 class UnionFind:
@@ -142,6 +180,7 @@ class Constraints:
     writes: dict[str, PortNodes] = field(default_factory=dict)
     layer_attributes: dict[tuple[str, str], tuple[Presence, ...]] = field(default_factory=dict)
     same_width: list[tuple[int, int]] = field(default_factory=list)  # input and output of depthwise layers and norms
+    calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
     numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes that must not change
     unfollowed: dict[str, str] = field(default_factory=dict)  # module or parameter -> reason
 

@@ -32,7 +32,7 @@ from slimstart.devices import cuda_devices
 from slimstart.errors import TraceError
 from slimstart.graph.build import build_graph
 from slimstart.graph.channels import ChannelGraph
-from slimstart.graph.constraints import Constraints
+from slimstart.graph.constraints import Constraints, ModuleCall, Seen
 from slimstart.graph.rules import rule_for
 from slimstart.graph.sizes import Attribute, Dimension, Shape, Size
 from slimstart.graph.tracer import Call, Tracer, bind
@@ -186,17 +186,25 @@ def _tensors_in(outputs: Any, depth: int = 4) -> Iterator[Tensor]:
 def _listening(tracer: Tracer, model: nn.Module) -> Iterator[None]:
     """Follow what `model` computes within this context."""
 
-    def enter(name: str, *_: Any) -> None:
+    first_arguments: list[Seen | None] = []
+
+    def enter(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         tracer.modules.append(name)
         tracer.reached.add(name)
+        first_arguments.append(tracer.seen(args[0]) if args else None)
 
-    def leave(*_: Any) -> None:
-        tracer.modules.pop()
+    def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name, before = tracer.modules.pop(), first_arguments.pop()
+        if tracer.count_costs:
+            alone = isinstance(result, tuple) and result and all(other is None for other in result[1:])
+            num_results, result = (len(result), result[0]) if alone else (0, result)
+            plain = len(args) == 1 and not kwargs
+            tracer.constraints.calls.append(ModuleCall(name, plain, num_results, before, tracer.seen(result)))
 
     handles: list[Any] = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(partial(enter, name)))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

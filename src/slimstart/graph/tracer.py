@@ -6,7 +6,8 @@ Values of tensors are real, so control flow that depends on data takes the branc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.constraints import Constraints
+from slimstart.graph.constraints import Constraints, Seen
 from slimstart.graph.sizes import Expression
 
 
@@ -119,6 +120,8 @@ class Tracer:
     reached: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     values: Any = field(default_factory=WeakTensorKeyDictionary)
+    _serials: Any = field(default_factory=WeakTensorKeyDictionary)
+    _count: Iterator[int] = field(default_factory=itertools.count)
     written: tuple[Any, ...] = ()
     decomposing: int = 0
 
@@ -145,6 +148,15 @@ class Tracer:
         """The value of a parameter or buffer, possibly reshaped or cut; None otherwise."""
         value = self.value(tensor)
         return value if value is not None and value.source is not None else None
+
+    def seen(self, tensor: Any) -> Seen | None:
+        """A tensor as it is now; None for anything else."""
+        if not isinstance(tensor, Tensor):
+            return None
+        if tensor not in self._serials:
+            self._serials[tensor] = next(self._count)
+        value = self.activation(tensor)
+        return Seen(self._serials[tensor], tensor.shape, None if value is None else value.nodes)
 
     def set(self, tensor: Tensor, nodes: Tensor) -> None:
         """Set the nodes of a tensor: a field with its number of dimensions, of length one where nothing changes."""

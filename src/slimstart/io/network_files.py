@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from slimstart.errors import CheckpointError
 from slimstart.io import atomic
 from slimstart.narrow.compact import RECORD, Record, tensor_names, tensor_places
+from slimstart.narrow.removed_layers import replace_module, replacement
 from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, open_port, set_port
 
 _FORMAT = "slimstart.network/1"
@@ -62,6 +63,7 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
             }
             for name, layer in ports.items()
         },
+        "removed": record.removed,
     }
     structure["digest"] = _digest(structure)
     tensors_path, structure_path = _paths(path)
@@ -109,6 +111,9 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
 
 @torch.no_grad()
 def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str, Any]) -> None:
+    removed = {str(name): None if n is None else int(n) for name, n in structure.get("removed", {}).items()}
+    for name, num_results in removed.items():
+        replace_module(network, name, replacement(network.get_submodule(name), num_results))
     dense = tensor_names(network)
     shapes = {name: list(tensor.shape) for name, tensor in dense.items()}
     if odd := sorted(shapes.keys() ^ structure["dense"].keys()) or sorted(
@@ -129,4 +134,4 @@ def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str
         sides = [None if i is None else Side(torch.tensor(i, dtype=torch.int64)) for i in (port["read"], port["write"])]
         set_port(layer, sides[0], sides[1], int(port["width"]), (int(port["dims"][0]), int(port["dims"][1])))
     counted = tuple((module, attribute) for module, attribute, _ in structure["attributes"])
-    vars(network)[RECORD] = Record(counted, {name: tuple(shape) for name, shape in shapes.items()})
+    vars(network)[RECORD] = Record(counted, {name: tuple(shape) for name, shape in shapes.items()}, removed)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.graph import ChannelGraph, Port, Selection
+from slimstart.narrow.removed_layers import PassThrough, modules_of, replacement
 from slimstart.narrow.stream_ports import Dims, Side, close_port, open_port, set_port
 
 RECORD = "_slimstart_record"
@@ -26,11 +27,13 @@ class Record:
 
     Attributes:
         counted: (module, attribute) pairs that count channels.
-        dense: the shapes of the dense model's tensors.
+        dense: the shapes of the dense model's tensors, without those of removed layers.
+        removed: modules that are the identity now, with the `num_results` of `RemovableLayer`.
     """
 
     counted: tuple[tuple[str, str], ...]
     dense: dict[str, tuple[int, ...]]
+    removed: dict[str, int | None]
 
 
 def tensor_names(model: nn.Module) -> dict[str, Tensor]:
@@ -75,7 +78,11 @@ def narrow_copy(
         device: of the copy, if not that of the dense values.
     """
     memo: dict[int, object] = {}
-    tensors = tensor_names(model)
+    removed = dict(modules_of(selection.graph.removed))
+    for name, num_results in removed.items():
+        gone = model.get_submodule(name)
+        memo[id(gone)] = replacement(gone, num_results)
+    tensors = {n: t for n, t in tensor_names(model).items() if not any(one.has(n) for one in selection.graph.removed)}
     for name in selection.graph.tensors:
         narrow = narrow_tensor(selection, name, dense[name].detach(), plain).to(device or dense[name].device)
         is_parameter = isinstance(tensors[name], nn.Parameter)
@@ -86,7 +93,7 @@ def narrow_copy(
     shapes = {
         name: tuple(dense[name].shape if name in selection.graph.tensors else t.shape) for name, t in tensors.items()
     }
-    vars(module)[RECORD] = Record(tuple(selection.graph.attributes), shapes)
+    vars(module)[RECORD] = Record(tuple(selection.graph.attributes), shapes, removed)
     for name in ports_in(selection.graph):
         layer = module.get_submodule(name)
         open_port(layer)
@@ -169,10 +176,13 @@ def _side(selection: Selection, port: Port) -> Side | None:
 def masked(model: nn.Module, selection: Selection) -> nn.Module:
     """The masked dense network: a full-size copy in which every entry that the selection drops is zero.
 
-    Its filters, normalisation rows and readers' columns are zero together, so a dropped channel is zero wherever
-    channels are mixed or added. This is what a narrow network must equal.
+    Filters, normalisation rows and readers' columns are zero together, so a dropped channel is zero wherever channels
+    are mixed or added. Removed layers are gated: they return their input. This is what a narrow network must equal.
     """
     module = copy.deepcopy(model)
+    for name, num_results in modules_of(selection.graph.removed):
+        layer = module.get_submodule(name)
+        layer.forward = PassThrough(num_results or 0).forward
     with torch.no_grad():
         for name, tensor in tensor_names(module).items():
             for dim, kept in selection.indices(name).items():

@@ -96,7 +96,7 @@ class Network:
         dense = store.tensors
         shapes = {name: tuple(dense.get(name, t).shape) for name, t in tensor_names(self.module).items()}
         shapes = {name: shape for name, shape in shapes.items() if ".stream_" not in f".{name}"}
-        change.put(vars(self.module), RECORD, Record(tuple(self.graph.attributes), shapes))
+        change.put(vars(self.module), RECORD, Record(tuple(self.graph.attributes), shapes, {}))
 
     def point_ports(self, change: Change, selection: Selection) -> None:
         """Point the ports of layers on streams at what a selection keeps."""

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.devices import cuda_devices
 from slimstart.errors import TraceError
-from slimstart.graph import ChannelGraph, ChannelGroup, Port, Selection, trace
+from slimstart.graph import ChannelGraph, ChannelGroup, Port, RemovableLayer, Selection, trace
 from slimstart.inputs import as_call
 from slimstart.narrow.compact import compact, masked, tensor_names
 
@@ -57,7 +57,7 @@ def verify(
     num_masks: int = 3,
     seed: int = 0,
 ) -> Report:
-    """Trace a model and compare narrow networks with masked dense ones.
+    """Trace a model and compare narrow networks, also without some of their layers, with masked dense ones.
 
     Args:
         model: as for `trace`; so are the next three.
@@ -71,7 +71,7 @@ def verify(
         TraceError: where a narrow network is not what it must be.
     """
     graph = trace(model, example_inputs, coupling, keep)
-    return prove(model, graph, example_inputs, num_masks=num_masks, seed=seed)
+    return prove(model, graph, example_inputs, num_masks=num_masks, layers=graph.layers, seed=seed)
 
 
 def prove(
@@ -81,16 +81,24 @@ def prove(
     num_masks: int = 1,
     gradients: bool = True,
     groups: Sequence[ChannelGroup] | None = None,
+    layers: Sequence[RemovableLayer] = (),
     seed: int = 0,
 ) -> Report:
-    """Compare narrow networks of a given graph with masked dense ones; only `groups` lose units, all by default."""
+    """Compare narrow networks of a given graph with masked dense ones.
+
+    Args:
+        groups: those that lose units; all by default.
+        layers: those that are removed: with the first mask none, with the second all, with the others some.
+    """
     generator = torch.Generator().manual_seed(seed)
     model, inputs = _prepared(model, graph, example_inputs, generator)
     errors: dict[str, float] = {"": 0.0}
     compared = 0
     dtype = _dtype(model)
     for number in range(num_masks):
-        selection = graph.select(_uneven_mask(graph, graph.groups if groups is None else groups, generator))
+        gone = _some_layers(layers, number, generator)
+        mask = _uneven_mask(graph, graph.groups if groups is None else groups, generator)
+        selection = graph.without(gone).select(mask)
         try:
             dense, narrow = masked(model, selection), compact(model, selection)
         except Exception as failure:
@@ -212,6 +220,12 @@ def _uneven_mask(graph: ChannelGraph, groups: Sequence[ChannelGroup], generator:
     return mask
 
 
+def _some_layers(layers: Sequence[RemovableLayer], number: int, generator: torch.Generator) -> list[str]:
+    """The layers to remove with mask `number`."""
+    chosen = torch.rand(len(layers), generator=generator) < (0.0, 1.1, 0.5)[min(number, 2)]
+    return [layer.name for layer, gone in zip(layers, chosen.tolist(), strict=True) if gone]
+
+
 @dataclass
 class _Outcome:
     outputs: list[Tensor]
@@ -249,6 +263,8 @@ def _differences(
         yield f"gradient of {name}", _error(expected, found.gradients.get(name, torch.zeros_like(expected)))
     buffers = dict(narrow.named_buffers())
     for name, buffer in dense.named_buffers():
+        if any(layer.has(name) for layer in selection.graph.removed):
+            continue
         yield f"buffer {name}", _error(selection.gather(name, buffer), buffers[name])
 
 

@@ -23,7 +23,7 @@ def _cost(tracer: Tracer, total: int, *factors: Sequence[Presence]) -> None:
     """Record `total` multiply-adds, proportional to the number of channels in each factor."""
     if tracer.count_costs:
         coefficient = total // math.prod(len(f) for f in factors)
-        tracer.constraints.costs.append(OperationCost(coefficient, tuple(map(tuple, factors))))
+        tracer.constraints.costs.append(OperationCost(coefficient, tuple(map(tuple, factors)), tracer.modules[-1]))
 
 
 def _axis(weight: Value, dim: int) -> tuple[int, list[int]] | None:

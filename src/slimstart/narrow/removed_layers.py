@@ -1,0 +1,57 @@
+"""What takes the place of layers that are gone: the identity, in the user's own modules.
+
+`nn.Identity` where a layer is called with one tensor and returns one. Layers with more arguments (the blocks of many
+transformers take a mask, and return a tuple) are replaced by `PassThrough`, which returns its first argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from slimstart.graph import RemovableLayer
+
+
+class PassThrough(nn.Identity):
+    """Return the first argument and ignore the others.
+
+    Attributes:
+        num_results: the length of the tuple to return, filled with None; 0 for the argument itself.
+    """
+
+    def __init__(self, num_results: int = 0) -> None:
+        super().__init__()
+        self.num_results = num_results
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (input, *[None] * (self.num_results - 1)) if self.num_results else input
+
+
+def replacement(module: nn.Module, num_results: int | None) -> nn.Module:
+    """The module that takes the place of one that is gone, in the same mode.
+
+    Args:
+        num_results: as in `RemovableLayer`.
+    """
+    if num_results is None:
+        return nn.Identity().train(module.training)
+    passing = PassThrough(num_results).train(module.training)
+    # Forwards of whole models read settings of their blocks (`block.attention_type`).
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name not in vars(passing) and isinstance(value, int | float | str | None):
+            setattr(passing, name, value)
+    return passing
+
+
+def modules_of(layers: Iterable[RemovableLayer]) -> Iterator[tuple[str, int | None]]:
+    """(name, num_results) of every module that becomes the identity."""
+    for layer in layers:
+        yield from zip(layer.modules, layer.num_results, strict=True)
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of another one."""
+    parent, _, attribute = name.rpartition(".")
+    model.get_submodule(parent)._modules[attribute] = module
