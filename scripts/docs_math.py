@@ -18,7 +18,8 @@ def with_mathml(text: str) -> str:
         return f'<div class="equation">{convert(tex, display="block")}</div>\n\n'
 
     text = BLOCK.sub(block, text.rstrip() + "\n")
-    return INLINE.sub(lambda match: convert(" ".join(match["tex"].split())), text)
+    # In a span, because a line that begins with <math> would be taken for a block.
+    return INLINE.sub(lambda match: f"<span>{convert(' '.join(match['tex'].split()))}</span>", text)
 
 
 class Equations(griffe.Extension):

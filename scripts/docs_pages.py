@@ -43,7 +43,7 @@ def _command(name: str, command: Any, settings_panel: str) -> str:
     own = [p for p in command.params if p.rich_help_panel != settings_panel and p.name != "help" and not p.hidden]
     example = (command.epilog or "").partition("Example:")[2].strip()
     lines = [f"## {name}", command.help or "", f"```text\n{' '.join(usage)}\n```"]
-    lines += [f"```sh\n{example}\n```"] if example else []
+    lines += [f"Example:\n\n```sh\n{example}\n```"] if example else []
     lines += [_described(p) for p in own]
     if any(p.rich_help_panel == settings_panel for p in command.params):
         lines.append("Each [setting of a recipe](settings.md) is an option too: `structure_lr` is `--structure-lr`.")

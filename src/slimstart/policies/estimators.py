@@ -5,17 +5,13 @@ The objective is :math:`\Phi(s) = \mathbb{E}_{p(m|s)} L(m)`. With masks :math:`m
 estimator here has the expectation :math:`H^\alpha(s) \nabla \Phi(s)`. They differ in variance and in the number of
 forwards they need:
 
-==================== ================================================== ==========================================
-name                 gradient                                           forwards per step
-==================== ================================================== ==========================================
-`pge`                :math:`L_1 h_1`                                    1
-`vr_pge` (paper)     :math:`(L_1 - L_2) h_1`                            2
-`vr_pge_symmetric`   :math:`(L_1 - L_2) (h_1 - h_2) / 2`                2
-`leave_one_out`      :math:`\sum_k (L_k - \bar L) h_k / (n - 1)`        n (4 by name; `leave_one_out_of(n)` else)
-==================== ================================================== ==========================================
+- `pge`: :math:`L_1 h_1`; one forward per step.
+- `vr_pge` (paper): :math:`(L_1 - L_2) h_1`; two forwards.
+- `vr_pge_symmetric`: :math:`(L_1 - L_2) (h_1 - h_2) / 2`; two forwards.
+- `leave_one_out`: :math:`\sum_k (L_k - \bar L) h_k / (n - 1)`; n forwards, 4 by name, others by `leave_one_out_of(n)`.
 
 `vr_pge` has less variance than `pge` where :math:`\mathbb{E}[L]^2` is large against :math:`\mathrm{Var}(L)`, as in deep
-networks; not always. The first mask is the one that is trained; the others are references that only run forward.
+networks, but not always. The first mask is the one that is trained; the others are references that only run forward.
 """
 
 from __future__ import annotations
