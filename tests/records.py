@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slimstart.lab.records import NUM_BINS, Epoch, Layer, Record, digest
+from slimstart.lab.records import NUM_BINS, Epoch, Layer, Record, Structure, digest
 
 VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 IMAGES, BATCH_SIZE, DENSE_FLOPS, DENSE_PARAMS = 50_000, 256, 313_196_544, 14_728_266
@@ -58,6 +58,7 @@ def make(
     config = {"method": method, "model": "vgg16", "data": "cifar10", "budget": budget, "epochs": epochs, "lr": 0.1}
     train_flops = sum(epoch.train_flops for epoch in history)
     width = math.sqrt(ratio)
+    layers = tuple(_layers(widths, width, search))
     fields: dict[str, Any] = {
         "name": f"vgg16-cifar10-{method}-{ratio:g}-seed{seed}",
         "method": method,
@@ -88,7 +89,8 @@ def make(
         "params": round(DENSE_PARAMS * ratio * 0.8),
         "dense_params": DENSE_PARAMS,
         "params_ratio": ratio * 0.8 if method != "dense" else 1.0,
-        "layers": tuple(_layers(widths, width, search)),
+        "layers": layers,
+        "structures": _structures(layers, width, settled) if settled > 1 else None,
         "train_flops": train_flops,
         "dense_train_flops": dense_train_flops * epochs,
         "train_cost_saving": 3 / (4 * f_s) if search else 1 / f_s,
@@ -122,7 +124,23 @@ def _accuracy(ratio: float, seed: int) -> float:
 def _layers(widths: tuple[int, ...], width: float, uneven: bool) -> list[Layer]:
     bend = [1 + 0.6 * math.sin(1.3 * i) if uneven else 1.0 for i in range(len(widths))]
     kept = [min(dense, max(1, round(dense * width * b))) for dense, b in zip(widths, bend, strict=True)]
-    return [Layer(f"features.{3 * i}", dense, k) for i, (dense, k) in enumerate(zip(widths, kept, strict=True))]
+    before = [3, *widths]
+    return [
+        Layer(f"features.{3 * i}", dense, k, dense * before[i] * 9 * 256, k * max(1, before[i] // 2) * 9 * 256)
+        for i, (dense, k) in enumerate(zip(widths, kept, strict=True))
+    ]
+
+
+def _structures(layers: tuple[Layer, ...], width: float, settled: int) -> tuple[Structure, ...]:
+    """From equal shares to the widths of the finished network, in eight changes."""
+    shares = [change / 8 for change in range(9)]
+    return tuple(
+        Structure(
+            settled * share,
+            {one.name: max(1, round((1 - share) * one.dense * width + share * one.width)) for one in layers},
+        )
+        for share in shares
+    )
 
 
 def _histogram(progress: float, ratio: float) -> tuple[int, ...]:

@@ -418,7 +418,7 @@ def test_the_command_measures_writes_and_shows(slimstart: Slimstart, tmp_path: P
         (["--classes", "0"], "`classes` is 0; it must be at least 1"),
         (["--rounds", "1"], "`rounds` is 1; it must be at least 2"),
         (["--seconds", "0"], "`seconds` is 0.0; it must be positive"),
-        (["--seed", "-1"], "`seed` is -1; it must not be negative"),
+        (["--seed", "-1"], "`seed` is -1; it must be finite and must not be negative"),
         (["--device", "toaster"], "cannot be used here"),
         (["--model", OWN, "--out", "file/below"], "file/below cannot be made.*choose another --out"),
     ],

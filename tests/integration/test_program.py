@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import gc
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from slimstart.io import checkpoints
 from slimstart.io import network_files as files
 from slimstart.lab import records
 from slimstart.lab.recipes.recipe import Recipe, make_model, merged
+from slimstart.lab.run import program as program_module
 from slimstart.lab.run.callbacks import Interrupted, Unwatched
 from slimstart.lab.run.environment import Place, suited
 from slimstart.lab.run.evaluation import evaluate
@@ -190,6 +192,8 @@ def test_the_record_describes_the_run(tmp_path: Path) -> None:
     assert record.flops == 9 * a * 49 + 9 * a * b * 16 + 10 * b <= 0.4 * dense
     assert record.params == (10 * a + 2 * a) + (9 * a * b + 3 * b) + 10 * b + 10
     assert record.flops_ratio == record.flops / dense
+    assert [layer.dense_flops for layer in record.layers] == [9 * 8 * 49, 9 * 8 * 16 * 16, 160]
+    assert [layer.flops for layer in record.layers] == [9 * a * 49, 9 * a * b * 16, 10 * b]
     assert sum(epoch.train_flops for epoch in record.history) <= record.train_flops
     search = record.history[:2]
     expected = [epoch.expected_cost for epoch in search]  # of FLOPs, as the budget is in FLOPs
@@ -214,6 +218,34 @@ def test_the_record_describes_the_run(tmp_path: Path) -> None:
     network = files.load(Run(tmp_path / "run").network, lambda: make_model(OWN, num_classes=10, in_channels=1))
     assert flops(network, program.task.example) == record.flops
     assert evaluate(network, program.task.data, "float32") == (record.test_loss, record.accuracy)
+
+
+def test_the_record_has_the_widths_of_a_search(tmp_path: Path) -> None:
+    """Equal worth: equal shares at first, and from the last change on the widths of the finished network."""
+    recipe = merged(TINY, {"policy": "equal_worth", "epochs": 20, "finetune_epochs": 0, "settle_at": 1.0})
+    record = started(tmp_path / "run", recipe, place=SELDOM).train()
+    assert record.structures is not None
+    first, *changes = record.structures
+    assert (first.start, first.removed_layers) == (0.0, ())
+    # 9 * 5 * 49 + 9 * 5 * 9 * 16 + 10 * 9 = 8775 FLOPs of 22120; with 10 filters it would be 9505, above 0.4
+    assert first.widths == {"0": 5, "3": 9, "9": 10}
+    assert changes
+    assert changes[-1].start <= 4  # a fifth of the training
+    assert changes[-1].widths == {layer.name: layer.width for layer in record.layers}
+    assert all(one.widths != other.widths for one, other in itertools.pairwise(record.structures))
+
+
+def test_a_structure_that_changes_in_every_step_is_recorded_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_module, "MAX_STRUCTURES", 4)
+    record = started(tmp_path / "run", merged(TINY, {"sampling": "bernoulli"}), place=SELDOM).train()
+    assert record.structures is not None
+    starts = [structure.start for structure in record.structures]
+    assert all(after - before > 4 / 4 for before, after in itertools.pairwise(starts))  # four epochs
+    assert 2 <= len(starts) <= 4
+    uniform = merged(TINY, {"method": "uniform", "epochs": 1, "finetune_epochs": 0})
+    assert started(tmp_path / "uniform", uniform, place=SELDOM).train().structures is None
 
 
 @pytest.mark.slow

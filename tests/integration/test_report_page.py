@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from slimstart.errors import RecordError
-from slimstart.lab.records import Layer, Record
+from slimstart.lab.records import Layer, Record, Structure
 from slimstart.lab.reports import curves, page, panels, points, summarise
 from slimstart.lab.reports.series import series_of
 from tests.records import DENSE_FLOPS, IMAGES, make, study
@@ -38,8 +38,10 @@ def evil() -> Record:
     """Its strings are markup, formulas and far too long; it has a single epoch."""
     strings = {f.name: EVIL for f in dataclasses.fields(Record) if f.type in ("str", "str | None")}
     kept = {name: getattr(make(), name) for name in ("started", "finished", "schema")}
-    layers = tuple(Layer(EVIL, 10 + i, i) for i in range(4))
-    return dataclasses.replace(make(epochs=1), **(strings | kept), layers=layers, config={EVIL: EVIL})
+    layers = tuple(Layer(f"{i}{EVIL}", 10 + i, i) for i in range(4))
+    structures = tuple(Structure(0.1 * i, {one.name: 5 + i for one in layers}) for i in range(2))
+    changes = {"layers": layers, "structures": structures, "config": {EVIL: EVIL}}
+    return dataclasses.replace(make(epochs=1), **(strings | kept | changes))
 
 
 @functools.cache
@@ -110,7 +112,7 @@ def test_markup_and_formulas_in_records_are_shown_as_text() -> None:
     assert "<script>document.title='pwned'</script>" in elements.text
     assert "$\\alpha$" in elements.text
     figures = re.findall(r"<figure>.*?</figure>", content, re.DOTALL)
-    assert len(figures) == len(page.FIGURES)
+    assert len(figures) == 3  # of a single run of one epoch: step times, widths over time, widths
     for figure in figures:
         drawn = "".join(re.findall(r"<text.*?</text>", figure))
         assert "mathdefault" not in drawn
@@ -150,13 +152,56 @@ def test_the_page_is_sound_and_accessible() -> None:
     assert all(re.search(r"<figcaption>.{40,}</figcaption>", figure) for figure in figures)
 
 
-def test_a_figure_without_data_is_a_sentence() -> None:
-    content = page.render([make("dense", timed=False)])
-    assert "Not shown: time of a training step (no run was timed)" in content
-    assert "keep-probabilities over time (no run learned a structure)" in content
-    assert content.count("<figure>") == len(page.FIGURES) - 3
+def titles(*runs: Record) -> list[str]:
+    return re.findall(r"<h3>(.*?)</h3>", page.render(runs))
+
+
+def test_what_has_no_data_is_not_shown() -> None:
+    assert titles(make("dense", timed=False)) == ["Training cost per epoch", "Accuracy per epoch"]
+    assert "step against dense" not in page.render([make(timed=False)])
+    assert "step against dense" in page.render([make()])
     silent = [dataclasses.replace(epoch, test_accuracy=None) for epoch in make().history]
-    assert "accuracy per epoch (no epoch of these runs has one)" in page.render([make(history=tuple(silent))])
+    assert "Accuracy per epoch" not in titles(make(history=tuple(silent)))
+    assert titles(make("dense", timed=False, epochs=1)) == []
+
+
+def test_a_single_run_has_no_plots_of_one_dot() -> None:
+    compared = {"Accuracy and training cost", "Accuracy and FLOPs", "Saving in training cost and FLOPs"}
+    compared.add("Time of the whole training")
+    assert compared.isdisjoint(titles(make()))
+    assert compared <= set(titles(make(), make("dense")))
+
+
+def test_keep_probabilities_are_those_of_the_papers_policy() -> None:
+    """A policy without probabilities has s = 0 or 1."""
+    learned = make()
+    certain = [dataclasses.replace(e, keep_probs=e.keep_probs and (9, *[0] * 18, 1)) for e in learned.history]
+    assert "Keep-probabilities over time" in titles(learned)
+    assert "Keep-probabilities over time" not in titles(dataclasses.replace(learned, history=tuple(certain)))
+
+
+def test_widths_over_time_and_flops_by_layer() -> None:
+    layers = (Layer("a", 64, 32, 1_000_000, 250_000), Layer("b", 64, 4, 2_000_000, 100_000), Layer("fc", 10, 10))
+    structures = (
+        Structure(0.0, {"a": 16, "b": 16, "fc": 10}),
+        Structure(1.5, {"a": 32, "b": 4, "fc": 10}),
+        Structure(3.0, {"a": 32, "b": 4, "fc": 10}, removed_layers=("b",)),
+    )
+    content = page.render([make(layers=layers, structures=structures)])
+    drawing = content[content.index("<title>Widths over time") :].split("</figcaption>")[0]
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", drawing)
+    assert {"a", "b", "32 of 64", "removed", "2 changes"} <= set(texts)
+    assert "fc" not in texts  # its width cannot change
+    assert "up to a factor of 4.00" in drawing
+    strips = re.findall(r"fill: var\(--(series-\d)\)(?:; opacity: ([\d.]+))?", drawing)
+    assert [strip for strip in strips if strip[1] != "0"] == [
+        *[("series-1", "0.5")] * 2,  # a: twice as wide, from the first change on
+        ("series-2", ""),  # b: a quarter, until it is removed
+    ]
+    assert "the layer was removed" in drawing
+    assert "FLOPs by layer" in content
+    assert "Widths over time" not in page.render([make(structures=None)])
+    assert "Widths over time" not in page.render([make(structures=structures[:1])])
 
 
 def test_extreme_numbers_are_drawn() -> None:
@@ -221,7 +266,7 @@ def test_points_lie_where_the_numbers_say() -> None:
 def test_a_missed_budget_is_seen() -> None:
     content = page.render([make(), make("uniform", flops_ratio=0.136)])
     assert "flops=0.1 (missed: 0.136)" in content
-    assert "cannot be compared with others under that budget" in content
+    assert "the finished network exceeds it by more than 2 %" in content
     drawing = content[content.index("<title>Accuracy and FLOPs") :].split("</svg>")[0]
     looks = re.findall(r'<use [^>]*style="([^"]*)"', drawing)
     assert looks == ["fill: var(--series-1); stroke: var(--series-1)", "fill-opacity: 0; stroke: var(--series-2)"]

@@ -42,11 +42,13 @@ SMALLEST, LARGEST = 1e-9, 1e30
 
 @dataclass(frozen=True)
 class Layer:
-    """Filters of one layer, in the dense and in the finished network."""
+    """Filters of one layer, and its FLOPs for one image, in the dense and in the finished network."""
 
     name: str
     dense: int
     width: int
+    dense_flops: int | None = None  # None where they are not known, and in older records
+    flops: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,15 @@ class Epoch:
     expected_cost: float | None = None  # in the unit of the budget, as a fraction of dense
     certain: float | None = None  # share of keep-probabilities within 0.05 of 0 or 1
     keep_probs: tuple[int, ...] | None = None  # histogram over NUM_BINS equal bins of [0, 1]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Widths from a moment of the training on, until those of the next `Structure`."""
+
+    start: float  # epochs that were done by then, with the fraction of the current one
+    widths: dict[str, int]  # filters of each layer in the network that is trained, padding included
+    removed_layers: tuple[str, ...] = ()  # layers that are removed as a whole
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ class Record:
     batch_norm: str | None = None  # "synchronised" or "per-rank"
     gradient_bytes: int | None = None  # that a rank exchanges in a step; mean over the steps
     dense_gradient_bytes: int | None = None  # what training the dense network would exchange
+    structures: tuple[Structure, ...] | None = None  # where a structure was learned: the first one, then every change
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
@@ -233,6 +245,8 @@ def from_plain(kind: Any, value: Any, where: str = "") -> Any:
         return None if value is None and type(None) in args else from_plain(args[0], value, where)
     if origin is tuple and isinstance(value, list):
         return tuple(from_plain(args[0], one, f"{where}[{i}]") for i, one in enumerate(value))
+    if origin is dict and args[1] is not Any and isinstance(value, dict):
+        return {name: from_plain(args[1], one, f"{where}[{name}]") for name, one in value.items()}
     if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
     if type(value) is (origin or kind):
@@ -255,6 +269,9 @@ def _out_of_range(value: Any, where: str) -> Iterator[str]:
     elif isinstance(value, tuple):
         for i, one in enumerate(value):
             yield from _out_of_range(one, f"{where}[{i}]")
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _out_of_range(one, f"{where}[{name!r}]")
     elif isinstance(value, int | float):
         name = where.rpartition(".")[2]
         low, high = SMALLEST if name in POSITIVE else 0, 100 if name in PERCENT else LARGEST
@@ -271,6 +288,10 @@ def _contradictions(record: Record) -> Iterator[str]:
     for i, layer in enumerate(record.layers):
         if layer.width > layer.dense:
             yield f"`layers[{i}].width` is {layer.width}; it must be at most `dense`, {layer.dense}"
+    moments = [structure.start for structure in record.structures or ()]
+    for i, (before, after) in enumerate(itertools.pairwise(moments), start=1):
+        if after <= before:
+            yield f"`structures[{i}].start` is {after}; it must be above that of the one before, {before}"
     last = 0
     for i, epoch in enumerate(record.history):
         where, bins = f"history[{i}]", NUM_BINS if epoch.keep_probs is None else len(epoch.keep_probs)

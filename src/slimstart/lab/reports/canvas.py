@@ -53,11 +53,11 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with its caption and what its colours mean; without data `svg` is None, and the caption says why."""
+    """A drawing with its caption and what its colours mean."""
 
     title: str
     caption: str
-    svg: str | None = None
+    svg: str
     keys: tuple[tuple[Series, str], ...] = ()
 
 

@@ -30,25 +30,25 @@ HEIGHT = 260.0
 Curve = list[tuple[float, float, float, float]]
 
 
-def train_cost_per_epoch(series: Sequence[Series]) -> Figure:
+def train_cost_per_epoch(series: Sequence[Series]) -> Figure | None:
     return _curves(
         series,
         "Training cost per epoch",
         "training FLOPs, % of dense",
         lambda epoch: 100 * epoch.train_flops / epoch.dense_train_flops,
         "FLOPs that an epoch executed, all forwards and backwards, as a share of dense training on the same images: "
-        "the inverse of the saving. A marker stands where a search ends.",
+        "the inverse of the saving. A marker shows where a search ends.",
         is_share=True,
     )
 
 
-def accuracy_per_epoch(series: Sequence[Series]) -> Figure:
+def accuracy_per_epoch(series: Sequence[Series]) -> Figure | None:
     return _curves(
         series,
         "Accuracy per epoch",
         "accuracy, %",
         lambda epoch: epoch.test_accuracy,
-        "Test accuracy after each epoch that was evaluated. A marker stands where a search ends.",
+        "Test accuracy after each epoch that was evaluated. A marker shows where a search ends.",
     )
 
 
@@ -59,10 +59,10 @@ def _curves(
     value: Callable[[Epoch], float | None],
     caption: str,
     is_share: bool = False,
-) -> Figure:
+) -> Figure | None:
     drawn = [(one, curve) for one in series if (curve := joined(one.row.runs, value))]
-    if not drawn:
-        return Figure(title, "no epoch of these runs has one")
+    if all(len(curve) < 2 for _, curve in drawn):  # dots show nothing that the table does not
+        return None
 
     panels = _panels(drawn)
 
@@ -76,8 +76,9 @@ def _curves(
             axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True, min_n_ticks=1))
             axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
             axes.margins(x=0.02, y=0.06)
-            if is_share and not log_scale(axes, "y", [mean for _, curve in shown for _, mean, _, _ in curve]):
-                axes.set_ylim(0, None)
+            means = [mean for _, curve in shown for _, mean, _, _ in curve]
+            if is_share and not log_scale(axes, "y", means):
+                axes.set_ylim(0, 1.08 * max(means) or 1)
             axes.yaxis.set_major_formatter(plain)
 
     several = " Bands span the seeds." if any(len(one.row.runs) > 1 for one in series) else ""
@@ -87,7 +88,8 @@ def _curves(
     for one, _ in drawn:
         keys.setdefault(one.row.label if len(panels) == 1 else one.row.method, one)
     drawing = svg(f"{title}: {series[0].row.network}", HEIGHT + (len(panels) - 1) * (HEIGHT - 20), paint)
-    return Figure(title, caption + binned, drawing, tuple((one, name) for name, one in keys.items()))
+    named = tuple((one, name) for name, one in keys.items()) if len(keys) > 1 else ()
+    return Figure(title, caption + binned, drawing, named)
 
 
 def _panels(drawn: Sequence[tuple[Series, Curve]]) -> list[tuple[str, Sequence[tuple[Series, Curve]]]]:

@@ -14,11 +14,11 @@ from markupsafe import Markup
 from slimstart.errors import RecordError
 from slimstart.io import atomic
 from slimstart.lab.records import Record
-from slimstart.lab.reports import curves, panels, points
+from slimstart.lab.reports import curves, panels, points, structures_over_time
 from slimstart.lab.reports.canvas import short
 from slimstart.lab.reports.rows import by_network, summarise
 from slimstart.lab.reports.series import series_of
-from slimstart.lab.reports.tables import COLUMNS, duration, number
+from slimstart.lab.reports.tables import COLUMNS, MISSING, duration, number
 
 FIGURES = (
     points.accuracy_by_train_cost,
@@ -28,7 +28,9 @@ FIGURES = (
     curves.accuracy_per_epoch,
     panels.step_time,
     panels.training_time,
+    structures_over_time.widths_over_time,
     panels.widths,
+    panels.flops,
     panels.keep_probs,
 )
 
@@ -41,8 +43,9 @@ def render(records: Sequence[Record]) -> str:
     looks = {one.row: one for one in series_of(rows)}
     networks = []
     for name, group in by_network(rows).items():
-        figures = [paint([looks[row] for row in group]) for paint in FIGURES]
-        networks.append({"name": name, "rows": group, "figures": figures})
+        figures = [figure for paint in FIGURES if (figure := paint([looks[row] for row in group])) is not None]
+        columns = [column for column in COLUMNS if any(column.cell(row) != MISSING for row in group)]
+        networks.append({"name": name, "rows": group, "columns": columns, "figures": figures})
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -50,7 +53,6 @@ def render(records: Sequence[Record]) -> str:
     source = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return environment.from_string(source).render(
         networks=networks,
-        columns=COLUMNS,
         runs=[run for row in rows for run in row.runs],
         looks=looks,
         facts=_facts(records),
@@ -67,7 +69,7 @@ def _facts(records: Sequence[Record]) -> dict[str, str]:
     days = sorted(datetime.fromisoformat(moment).date() for run in records for moment in (run.started, run.finished))
     seeds = len({run.seed for run in records})
     return {
-        "runs": f"{len(records)}, with {seeds} seed{'s' * (seeds > 1)}",
+        "runs": f"{len(records)}, with {seeds} seed{'s' * (seeds > 1)}" if len(records) > 1 else "1",
         "methods": _listed(run.method for run in records),
         "when": " to ".join(dict.fromkeys((_shown(days[0]), _shown(days[-1])))),
         "hardware": _listed(run.hardware for run in records),

@@ -1,4 +1,4 @@
-"""Figures of panels and bars below each other, one per row: widths, keep-probabilities, times."""
+"""Figures of panels and bars below each other, one per row: widths, FLOPs, keep-probabilities, times."""
 
 from __future__ import annotations
 
@@ -29,50 +29,90 @@ from slimstart.lab.reports.canvas import (
 from slimstart.lab.reports.series import MAX_CURVES, Series
 from slimstart.lab.reports.tables import duration, number, time_unit
 
+Bar = tuple[str, float, float]
+"""A layer, its value in the dense network, and in the finished one."""
+
 MAX_COLUMNS = 160  # of a heat map
 HEAT = to_rgb("#4098e0")  # its opacity shows the density, so it suits light and dark
 
 
-def widths(series: Sequence[Series]) -> Figure:
-    title = "Width of every layer"
+def widths(series: Sequence[Series]) -> Figure | None:
     drawn = [one for one in series if any(layer.width < layer.dense for layer in one.row.first.layers)]
     if not drawn:
-        return Figure(title, "no run is narrower than dense")
-    few = len(drawn) <= MAX_CURVES
+        return None
 
-    def paint(axes: Axes, one: Series) -> None:
-        layers = one.row.first.layers
-        kept = sum(layer.width for layer in layers) / sum(layer.dense for layer in layers)
-        write_above(axes, short(one.row.label), f"{number(100 * kept)} % of all filters")
-        edges = np.arange(len(layers) + 1) + 0.5
-        axes.stairs([layer.dense for layer in layers], edges, fill=True, color=COLORS["line"])
-        axes.stairs([layer.width for layer in layers], edges, fill=True, color=COLORS[one.role], alpha=0.85)
-        axes.set_xlim(0.5, len(layers) + 0.5)
-        # Early layers of large networks are narrow: on a plain scale they would not be seen.
-        axes.set_yscale("function", functions=(np.sqrt, np.square))
-        axes.set_ylim(0, max(layer.dense for layer in layers))
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(3 if few else 1, integer=True))
-        axes.yaxis.set_major_formatter(plain)
-        # A turned name takes a line's height of the width; the last panel names the layers for all.
-        step = math.ceil(len(layers) * (FONT + 1) / (WIDTH - LEFT - RIGHT))
-        named = range(0, len(layers), step) if one is drawn[-1] else ()
-        axes.set_xticks(
-            [i + 1 for i in named], [short(layers[i].name, 13) for i in named], rotation=90, fontsize=FONT - 1.5
-        )
+    def note(run: Record) -> str:
+        kept = sum(layer.width for layer in run.layers) / sum(layer.dense for layer in run.layers)
+        return f"{number(100 * kept)} % of all filters"
 
-    return Figure(
-        title,
+    return _by_layer(
+        "Width of every layer",
         "Filters of every layer, from the first to the last: dense in grey, the finished network of the first seed in "
         "colour; on a scale of square roots. Where there are many layers, only some are named.",
-        _panels(f"{title}: {series[0].row.network}", drawn, paint, height=74 if few else 30, gap=34, foot=58),
+        drawn,
+        lambda run: [(layer.name, layer.dense, layer.width) for layer in run.layers],
+        note,
     )
 
 
-def keep_probs(series: Sequence[Series]) -> Figure:
-    title = "Keep-probabilities over time"
-    drawn = [one for one in series if any(epoch.keep_probs for epoch in one.row.first.history)]
+def flops(series: Sequence[Series]) -> Figure | None:
+    def bars(run: Record) -> list[Bar]:
+        return [
+            (layer.name, layer.dense_flops / 1e6, layer.flops / 1e6)
+            for layer in run.layers
+            if layer.dense_flops is not None and layer.flops is not None
+        ]
+
+    drawn = [one for one in series if one.row.first.method != "dense" and bars(one.row.first)]
     if not drawn:
-        return Figure(title, "no run learned a structure")
+        return None
+    return _by_layer(
+        "FLOPs by layer",
+        "Million multiply-adds of every layer for one image, from the first to the last: dense in grey, the finished "
+        "network of the first seed in colour; on a scale of square roots.",
+        drawn,
+        bars,
+        lambda run: f"{number(100 * run.flops_ratio)} % of dense",
+    )
+
+
+def _by_layer(
+    title: str,
+    caption: str,
+    drawn: Sequence[Series],
+    bars: Callable[[Record], Sequence[Bar]],
+    note: Callable[[Record], str],
+) -> Figure:
+    """Bars of the finished network in front of those of the dense one, layer by layer."""
+    few = len(drawn) <= MAX_CURVES
+
+    def paint(axes: Axes, one: Series) -> None:
+        names, dense, own = zip(*bars(one.row.first), strict=True)
+        write_above(axes, short(one.row.label), note(one.row.first))
+        edges = np.arange(len(names) + 1) + 0.5
+        axes.stairs(dense, edges, fill=True, color=COLORS["line"])
+        axes.stairs(own, edges, fill=True, color=COLORS[one.role], alpha=0.85)
+        axes.set_xlim(0.5, len(names) + 0.5)
+        # Early layers of large networks are narrow: on a plain scale they would not be seen.
+        axes.set_yscale("function", functions=(np.sqrt, np.square))
+        axes.set_ylim(0, max(dense))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(3 if few else 1, integer=max(dense) > 3))
+        axes.yaxis.set_major_formatter(plain)
+        # A turned name takes a line's height of the width; the last panel names the layers for all.
+        step = math.ceil(len(names) * (FONT + 1) / (WIDTH - LEFT - RIGHT))
+        named = range(0, len(names), step) if one is drawn[-1] else ()
+        axes.set_xticks([i + 1 for i in named], [short(names[i], 13) for i in named], rotation=90, fontsize=FONT - 1.5)
+
+    drawing = _panels(f"{title}: {drawn[0].row.network}", drawn, paint, height=74 if few else 30, gap=34, foot=58)
+    return Figure(title, caption, drawing)
+
+
+def keep_probs(series: Sequence[Series]) -> Figure | None:
+    title = "Keep-probabilities over time"
+    # Policies without probabilities have s = 0 or 1 throughout: nothing is between the first bin and the last.
+    drawn = [one for one in series if any(any((e.keep_probs or ())[1:-1]) for e in one.row.first.history)]
+    if not drawn:
+        return None
 
     def paint(axes: Axes, one: Series) -> None:
         epochs = [epoch for epoch in one.row.first.history if epoch.keep_probs]
@@ -122,11 +162,11 @@ def _panels(
     return svg(title, 24 + len(series) * (height + gap) - gap + 24 + foot, paint_all)
 
 
-def step_time(series: Sequence[Series]) -> Figure:
+def step_time(series: Sequence[Series]) -> Figure | None:
     title = "Time of a training step"
     drawn = [one for one in series if one.row.mean(lambda run: run.step_ms) is not None]
     if not drawn:
-        return Figure(title, "no run was timed")
+        return None
 
     def paint(axes: Axes, one: Series, y: float) -> str:
         row = one.row
@@ -149,12 +189,14 @@ def step_time(series: Sequence[Series]) -> Figure:
         title,
         "Milliseconds of one step on the machine of the run, mean over the seeds: forwards in full colour, backward "
         "lighter, the rest (masks, moving weights, optimizer) lightest. The solid stroke is a step of the dense "
-        "network, the dotted one a step of a hand-narrowed network of as many FLOPs.",
+        "network, the dotted one a step of a uniform network of equal FLOPs.",
         _bars(f"{title}: {series[0].row.network}", drawn, paint, "ms"),
     )
 
 
-def training_time(series: Sequence[Series]) -> Figure:
+def training_time(series: Sequence[Series]) -> Figure | None:
+    if len(series) < 2:  # one bar shows nothing that the table does not
+        return None
     title = "Time of the whole training"
     size, unit = time_unit(max(one.row.mean(_seconds) or 0 for one in series))
 

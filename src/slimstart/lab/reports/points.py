@@ -57,7 +57,7 @@ FLOPS = Axis("FLOPs of one forward, of dense", lambda run: run.flops_ratio, perc
 ACCURACY = Axis("accuracy, %", lambda run: run.accuracy, plain)
 
 
-def accuracy_by_train_cost(series: Sequence[Series]) -> Figure:
+def accuracy_by_train_cost(series: Sequence[Series]) -> Figure | None:
     return _points(
         series,
         "Accuracy and training cost",
@@ -68,7 +68,7 @@ def accuracy_by_train_cost(series: Sequence[Series]) -> Figure:
     )
 
 
-def accuracy_by_flops(series: Sequence[Series]) -> Figure:
+def accuracy_by_flops(series: Sequence[Series]) -> Figure | None:
     return _points(
         series,
         "Accuracy and FLOPs",
@@ -79,7 +79,7 @@ def accuracy_by_flops(series: Sequence[Series]) -> Figure:
     )
 
 
-def train_cost_by_flops(series: Sequence[Series]) -> Figure:
+def train_cost_by_flops(series: Sequence[Series]) -> Figure | None:
     return _points(
         series,
         "Saving in training cost and FLOPs",
@@ -90,8 +90,10 @@ def train_cost_by_flops(series: Sequence[Series]) -> Figure:
     )
 
 
-def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, caption: str) -> Figure:
-    """One point for each row, and a line through those of one method: its budgets."""
+def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, caption: str) -> Figure | None:
+    """One point for each row, and a line through those of one method: its budgets; nothing for a single row."""
+    if len(series) < 2:
+        return None
     points = [(one.row.mean(across.value) or 0.0, one.row.mean(up.value) or 0.0) for one in series]
     lines: defaultdict[str, list[tuple[Series, Point]]] = defaultdict(list)
     for one, point in zip(series, points, strict=True):
@@ -127,7 +129,7 @@ def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, captio
     if any(len(one.row.runs) > 1 for one in series):
         caption += " Points are means over the seeds, bars one sample standard deviation."
     if any(one.row.missed is not None for one in series):
-        caption += " Hollow points have missed their budget."
+        caption += " Hollow points exceed their budget."
     keys = tuple((line[0][0], method) for method, line in lines.items())
     return Figure(title, caption, svg(f"{title}: {series[0].row.network}", HEIGHT, paint), keys)
 

@@ -74,6 +74,7 @@ class Staged:
     """What a method that trains by stages says of itself: what its present stage does."""
 
     building_seconds = None
+    widths = None
     _stage: Stage
 
     @property

@@ -69,6 +69,10 @@ class Method(Protocol):
     def expected_cost(self) -> float | None:
         """What the budget limits, as a fraction of dense, if there is a search."""
 
+    @property
+    def widths(self) -> Mapping[str, int] | None:
+        """Filters of every layer in the network of the last step; None where the structure is not learned."""
+
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on one batch; returns the detached loss."""
 

@@ -43,6 +43,7 @@ from slimstart.lab.run.task import Task
 from slimstart.lab.run.train_cost import formula_flops
 
 FORMAT = "slimstart.program/1"
+MAX_STRUCTURES = 100  # in a record; a policy that draws a network in every step has far more
 _KEYS = {"format", "recipe", "seed", "data", "method", "progress", "random"}
 
 
@@ -114,6 +115,7 @@ class Program:
                 progress.gradient_bytes += gradient_bytes(p for group in groups for p in group["params"])
             loss = self.method.step(images, labels)
             self._loss_sum += loss
+            self._note_structure()
             progress.batch += 1
             if time.monotonic() - self._last_shown > 0.25:
                 self._show(loss)
@@ -199,6 +201,15 @@ class Program:
     def _num_steps(self) -> int:
         """Taken so far."""
         return self.progress.epoch * self.task.steps_per_epoch + self.progress.batch
+
+    def _note_structure(self) -> None:
+        """Keep the widths of this step where they are new: at most a hundred times in a training, evenly spread."""
+        known, progress, widths = self.progress.structures, self.progress, self.method.widths
+        if widths is None or (known and known[-1].widths == widths):
+            return
+        moment = progress.epoch + progress.batch / self.task.steps_per_epoch
+        if not known or moment - known[-1].start > self.recipe.total_epochs / MAX_STRUCTURES:
+            known.append(records.Structure(moment, dict(widths)))
 
     def _set_learning_rate(self) -> None:
         for group in self.method.optimizer.param_groups:

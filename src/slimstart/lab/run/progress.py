@@ -28,8 +28,11 @@ class Progress:
     command: str = field(default_factory=surroundings.command)  # that began the run
     started: str = field(default_factory=surroundings.now)
     history: list[records.Epoch] = field(default_factory=list)
+    structures: list[records.Structure] = field(default_factory=list)
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Progress:
         """The inverse of `dataclasses.asdict`."""
-        return cls(**{**state, "history": [records.Epoch(**epoch) for epoch in state["history"]]})
+        history = [records.Epoch(**epoch) for epoch in state["history"]]
+        structures = [records.Structure(**structure) for structure in state.get("structures", ())]
+        return cls(**{**state, "history": history, "structures": structures})

@@ -15,7 +15,7 @@ from slimstart.lab.run.method import Method
 from slimstart.lab.run.progress import Progress
 from slimstart.lab.run.step_times import StepTimes
 from slimstart.lab.run.task import Task
-from slimstart.lab.run.train_cost import formula_flops
+from slimstart.lab.run.train_cost import formula_flops, layer_flops
 from slimstart.narrow.stream_ports import StreamPort
 
 
@@ -70,7 +70,7 @@ def make_record(name: str, task: Task, method: Method, progress: Progress, end: 
         params=own_params,
         dense_params=task.dense.params,
         params_ratio=own_params / task.dense.params,
-        layers=_layers(method.graph.filters, network),
+        layers=_layers(method.graph.filters, task, network),
         train_flops=ledger.total,
         dense_train_flops=dense_train_flops,
         train_cost_saving=saving,
@@ -86,6 +86,7 @@ def make_record(name: str, task: Task, method: Method, progress: Progress, end: 
         engine=method.engine,
         ports=sum(isinstance(layer, StreamPort) for layer in network.modules()),
         building_seconds=method.building_seconds,
+        structures=tuple(progress.structures) or None,
         **_exchanged(task, progress),
     )
 
@@ -113,13 +114,15 @@ def structure_of(keep_probs: Tensor | None, expected_cost: float | None) -> dict
     }
 
 
-def _layers(filters: Mapping[str, Tensor], network: nn.Module) -> tuple[records.Layer, ...]:
-    """Filters of every layer of the finished network beside those of the dense one."""
+def _layers(filters: Mapping[str, Tensor], task: Task, network: nn.Module) -> tuple[records.Layer, ...]:
+    """Every layer of the finished network, with its filters and FLOPs and those of the dense network."""
     found = []
-    modules = dict(network.named_modules())
+    modules, dense, own = dict(network.named_modules()), task.dense.layer_flops, layer_flops(network, task.example)
     for name, units in filters.items():
         layer = modules.get(name)
         width = getattr(layer, "out_channels", None) or getattr(layer, "out_features", None)
         if width is not None:
-            found.append(records.Layer(name, units.numel(), int(width)))
+            # A layer without FLOPs is used in a way that is not counted by layer.
+            costs = (dense[name], own.get(name)) if dense.get(name) else (None, None)
+            found.append(records.Layer(name, units.numel(), int(width), *costs))
     return tuple(found)

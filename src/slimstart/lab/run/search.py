@@ -70,6 +70,7 @@ class Search:
             self._average = WeightAverage(recipe.ema_decay, self.sparse.dense_copy(), self.graph)
         self.ledger = Ledger()
         self._nominal = Flops(1.0).bind(self.graph.costs)
+        self.widths: Mapping[str, int] | None = None
 
     @property
     def searching(self) -> bool:
@@ -105,6 +106,7 @@ class Search:
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         runs = self.sparse.executed
+        self.widths = runs.num_filters
         input_gradient = self._first.input_gradient({**self._first.filters, **runs.num_filters})
         loss: Tensor = self.sparse.step(self.loss_fn, images, labels)
         if self._average is not None:

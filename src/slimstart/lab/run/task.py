@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,7 +18,7 @@ from slimstart.lab.recipes.recipe import Recipe, make_model
 from slimstart.lab.run import environment as surroundings
 from slimstart.lab.run.environment import Place
 from slimstart.lab.run.method import Batch
-from slimstart.lab.run.train_cost import first_layers
+from slimstart.lab.run.train_cost import first_layers, layer_flops
 
 NUM_CALIBRATION_BATCHES = 20
 
@@ -29,11 +29,13 @@ class Dense:
 
     Attributes:
         flops: of one image.
+        layer_flops: of one image, by layer.
         step_flops: of a training step.
         gradient_bytes: that ranks would exchange in a step.
     """
 
     flops: int
+    layer_flops: Mapping[str, int]
     params: int
     step_flops: int
     gradient_bytes: int
@@ -98,6 +100,7 @@ class Task:
         saved = first_layers(model, example).input_gradient()
         self.dense = Dense(
             flops=own,
+            layer_flops=layer_flops(model, example),
             params=sum(parameter.numel() for parameter in model.parameters()),
             step_flops=self.recipe.batch_size * (3 * own - saved),
             gradient_bytes=gradient_bytes(model.parameters()),

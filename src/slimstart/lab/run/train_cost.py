@@ -103,6 +103,15 @@ def first_layers(model: nn.Module, example_inputs: Any) -> FirstLayers:
     return FirstLayers(per_filter, filters)
 
 
+def layer_flops(model: nn.Module, example_inputs: Any) -> dict[str, int]:
+    """FLOPs of one forward of every convolution and linear layer."""
+    args, kwargs = as_call(example_inputs)
+    with evaluating(model), torch.no_grad(), counting() as count:
+        model(*args, **kwargs)
+    layers = [name for name, module in model.named_modules() if name and _num_filters(module)]
+    return {name: count.of_module(f"{type(model).__name__}.{name}") for name in layers}
+
+
 def _num_filters(layer: nn.Module) -> int:
     """Output channels of a convolution or a linear layer; 0 for anything else, blocks with such an attribute too."""
     if any(name != "parametrizations" for name, _ in layer.named_children()):
