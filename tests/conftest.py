@@ -1,4 +1,4 @@
-"""What every test gets: a seeded generator, hypothesis without a clock, one thread per worker."""
+"""Settings of all tests: a seeded generator, hypothesis without deadlines, one thread per worker."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -8,8 +8,8 @@ import hypothesis
 import pytest
 import torch
 
-# Shared machines stall now and then: a slow example is no failure. Examples are the same in every run, so that one who
-# has changed something else is not stopped by them; EXPLORE=1 looks for others.
+# No deadline: shared machines stall now and then. The same examples in every run, so that a failure is due to the
+# change under test; EXPLORE=1 tries others.
 hypothesis.settings.register_profile("slimstart", deadline=None, derandomize="EXPLORE" not in os.environ)
 hypothesis.settings.load_profile("slimstart")
 
@@ -41,5 +41,5 @@ def _differences(a: Any, b: Any, path: str) -> list[str]:
 
 @pytest.fixture
 def differences() -> Callable[[Any, Any], list[str]]:
-    """Where two nests of dicts, lists, tensors and numbers are not bit-equal; empty where they are nowhere."""
+    """The places where two nested structures of tensors and numbers are not bit-equal; empty if they are equal."""
     return lambda a, b: _differences(a, b, "")

@@ -1,4 +1,4 @@
-"""Small cost tables: by hand, and random ones for property tests."""
+"""Small cost tables, written by hand or drawn by hypothesis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets for tests: tiny ones in the forms of the real ones, and the place of the real CIFAR-10."""
+"""Small data sets in the file formats of the real ones, and the location of the real CIFAR-10."""
 
 import atexit
 import dataclasses
@@ -24,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 
 @functools.cache
 def real_cifar10() -> Path:
-    """Where CIFAR-10 is: `SLIMSTART_CIFAR10`, or written once per run from the packed parts beside the repository."""
+    """The path of CIFAR-10: `SLIMSTART_CIFAR10`, or a file written once per run from its packed parts."""
     if place := os.environ.get("SLIMSTART_CIFAR10"):
         return Path(place)
     packed = Path(__file__).parents[1] / ".." / "shared" / "data"
@@ -86,7 +86,7 @@ def write_archive(path: Path, prefix: str, files: dict[str, bytes]) -> None:
 
 
 def photograph(width: int, height: int, seed: int) -> Image.Image:
-    """Smooth random colours: what JPEG keeps, and no two alike."""
+    """Smooth random colours, which JPEG preserves; every seed gives another image."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -104,7 +104,7 @@ def write_image_folder(root: Path, num_train: int = 6, num_test: int = 3, classe
 
 
 def write_tiny_imagenet(path: Path, images: list[Image.Image], labels: list[int], val: list[int]) -> None:
-    """JPEG files in one archive, each cut behind its header; a header is the same for all images of its mode."""
+    """JPEG files in one archive, without their headers; all images of a mode have the same header."""
     headers, scans, grey = {"RGB": b"", "L": b""}, [], []
     for image in images:
         content = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What the processes of the distributed tests do; the tests compare what they return."""
+"""The code of the processes of the distributed tests; the tests compare the values that they return."""
 
 import functools
 import itertools

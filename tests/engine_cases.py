@@ -1,6 +1,6 @@
-"""What must hold for steps as CUDA graphs: on a GPU, and with a GPU that is pretended (`tests/pretended_gpu.py`).
+"""Tests of steps as CUDA graphs, run on a GPU and on a simulated one (`tests/simulated_gpu.py`).
 
-Imported by `test_gpu_engine.py` and by `test_graph_engine.py`, each with a fixture `device` of its own.
+`test_gpu_engine.py` and `test_graph_engine.py` import them, each with its own fixture `device`.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ def test_gates_learn_nothing_from_a_loss_that_is_not_finite(device: str) -> None
 
     with pytest.raises(NonFiniteLossError, match=f"at step {steps}"):
         go_on()
-    before.pop("of gates: gradient")  # of the backward that failed; nobody reads it again
+    before.pop("of gates: gradient")  # of the backward that failed; which is never read
     after = everything(plain, gates)
     for key, value in before.items():
         torch.testing.assert_close(after[key], value, rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}")
@@ -490,7 +490,7 @@ def test_one_depthwise_kernel_serves_all_widths(device: str, fuse: bool, monkeyp
 
     for training in (sparse, plain):
         assert calls(training, 4) == 1  # eagerly
-        assert calls(training, 4) >= 2  # recorded, as planned, and captured; a pretended GPU captures nothing
+        assert calls(training, 4) >= 2  # recorded, as planned, and captured; a simulated GPU captures nothing
         assert calls(training, 5) == 1  # another kind of step, eagerly again
     done.clear()
     sparse.snapshot([(images, labels)], loss_fn)

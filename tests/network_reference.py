@@ -1,8 +1,8 @@
 """A slow, obvious masked dense network: the user's own dense module, with hooks that set dropped channels to zero.
 
 Nothing here uses slimstart's slices, axes or ports. `Live` says for one layer which channels it reads and which it
-writes. It is written out by hand in the tests, or found by `liveness`: the network's own forward is run with layers
-that pass on ones and zeros instead of values. A filter writes ones where the mask keeps its unit; a layer within
+writes. It is written by hand in the tests, or found by `liveness`: the forward of the network is run with layers
+that propagate ones and zeros instead of values. A filter writes ones where the mask keeps its unit; a layer within
 channels (normalisation, depthwise convolution) keeps the channels that reach it; sums, concatenations and reshapes
 are those of the forward itself.
 """
@@ -32,7 +32,7 @@ class Live(NamedTuple):
 
 
 def live(size: tuple[int, int], inputs: Sequence[int] | None, outputs: Sequence[int] | None) -> Live:
-    """A layer of so many inputs and outputs of which the listed ones are there."""
+    """A layer of this size, with the listed inputs and outputs."""
 
     def vector(length: int, kept: Sequence[int] | None) -> Tensor | None:
         return None if kept is None else torch.tensor([i in kept for i in range(length)])

@@ -1,4 +1,4 @@
-"""How far `kernels.norm` is from float64, on whatever device: relative errors in the Frobenius norm.
+"""Relative errors of `kernels.norm` to float64, in the Frobenius norm, on any device.
 
 As a program, with TRITON_INTERPRET=1, it checks the kernels on a CPU.
 """

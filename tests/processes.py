@@ -1,4 +1,4 @@
-"""Several processes for tests, forked from one that has imported PyTorch, so that they start at once."""
+"""Test cases in several processes, forked from one that has imported PyTorch, so that they start at once."""
 
 import multiprocessing
 import os
@@ -32,8 +32,8 @@ def on_ranks(
 ) -> list[Any]:
     """What `case(ranks, *arguments)` returns on each of `size` gloo ranks, or the exception that it ends with.
 
-    A rank that is killed gives None; what has not ended after `timeout` seconds is killed. They wait for one another
-    for `patience` seconds. The backend "cuda:gloo" is for tensors on GPUs alone, as nccl is.
+    A rank that is killed gives None; one that has not ended after `timeout` seconds is killed. Collectives time out
+    after `patience` seconds. The backend "cuda:gloo" is for tensors on GPUs alone, as nccl is.
     """
     with tempfile.TemporaryDirectory() as folder:
         workers = []
@@ -52,7 +52,7 @@ def on_ranks(
             except EOFError:  # it was killed
                 found.append(None)
         for worker, _ in workers:
-            worker.kill()  # has no complaint where it has ended in the meantime, which is what most of them do
+            worker.kill()  # no error if it has ended already
             worker.join()
         return found
 
@@ -77,4 +77,4 @@ def _run(
         outcome = error
     answer.send_bytes(pickle.dumps(outcome))
     answer.close()
-    os._exit(0)  # at once: nobody waits for the others to go
+    os._exit(0)  # at once, without waiting for the other processes

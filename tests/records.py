@@ -1,4 +1,4 @@
-"""Synthetic records that look like those of real runs; their numbers follow from simple arithmetic."""
+"""Synthetic records; their numbers follow from simple arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow, obvious implementations, to test the fast ones against."""
+"""Slow, obvious implementations to test the fast ones against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a training in one flat dict, as tests vary them."""
+"""Settings of a training in one flat dict."""
 
 from __future__ import annotations
 

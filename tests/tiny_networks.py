@@ -1,4 +1,4 @@
-"""Networks of a user's own, as `module:factory`; one with dropout, so that random numbers count."""
+"""A small network as `module:factory`, with dropout, so that random numbers matter."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Capacity to spare: a padded training equals the unpadded one, padding stays zero, and shapes survive draws."""
+"""Padding: a padded training equals the unpadded one, padding stays zero, and shapes survive structure changes."""
 
 from typing import Any
 

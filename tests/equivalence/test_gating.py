@@ -1,4 +1,4 @@
-"""A gated network: the masked one where gates are 0 or 1; otherwise what layers read, times the gates."""
+"""Gated networks: equal to the masked one for gates of 0 and 1, otherwise with inputs of layers times the gates."""
 
 import copy
 from functools import partial

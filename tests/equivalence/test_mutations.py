@@ -1,4 +1,4 @@
-"""Break a rule on purpose: the proof must notice, whatever the mistake."""
+"""Mutations of a correct graph: `verify` must notice every one."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A narrow network computes what the masked dense one does: outputs, gradients, statistics, and what it costs."""
+"""A narrow network equals the masked dense one: outputs, gradients, statistics and cost."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Training narrow is training the masked dense network, for every optimizer with element-wise state."""
+"""Training narrow equals training the masked dense network, for every optimizer with element-wise state."""
 
 import copy
 import itertools

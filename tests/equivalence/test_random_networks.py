@@ -1,4 +1,4 @@
-"""Generated networks: proven, compared with the network with hooks, and their cost tables counted."""
+"""Generated networks: verified, compared with the network with hooks, and their cost tables counted."""
 
 import copy
 

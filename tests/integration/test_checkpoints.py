@@ -1,4 +1,4 @@
-"""Checkpoints of a training: resumed bit for bit, refused without a trace."""
+"""Checkpoints of a training: exact resumption, and refusal without side effects."""
 
 import copy
 import io

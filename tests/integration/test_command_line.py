@@ -1,4 +1,4 @@
-"""The command line as a user meets it: every command, and every error in one line with the way out."""
+"""The command line: every command, and every error in one line with a remedy."""
 
 import hashlib
 import os

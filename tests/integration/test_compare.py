@@ -1,4 +1,4 @@
-"""`slimstart compare`: what it leaves behind, that it goes on where it was stopped, that one failure ends nothing."""
+"""`slimstart compare`: its files, resumption, and failures of single runs."""
 
 import dataclasses
 import os

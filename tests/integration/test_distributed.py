@@ -1,4 +1,4 @@
-"""Several processes train as one: the same numbers, bit-identical, and nobody waits for ever for one that is gone."""
+"""Training in several processes: bit-identical, equal to one process, and lost processes end the others in time."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The examples run as they say, on less data and in less time."""
+"""The examples, with less data and fewer steps."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""What comes out at the end: a narrow module like any other, that can be copied, exported, saved and loaded."""
+"""Finished networks: plain modules that can be copied, exported, saved and loaded."""
 
 import copy
 import hashlib

@@ -1,4 +1,4 @@
-"""The benchmark of the front door measures what it says, on small networks."""
+"""The benchmark of the default training loop, on small networks."""
 
 import front_door
 import pytest

@@ -1,4 +1,4 @@
-"""What runs on the CPU runs on a GPU, with the same numbers. Run by hand: pytest -m gpu."""
+"""Training on a GPU gives the numbers of the CPU. Run by hand: pytest -m gpu."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: the same numbers as eager steps, and no waiting. Run by hand: pytest -m gpu."""
+"""Steps as CUDA graphs: the numbers of eager steps, without synchronisation. Run by hand: pytest -m gpu."""
 
 from __future__ import annotations
 

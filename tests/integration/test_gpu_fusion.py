@@ -1,4 +1,4 @@
-"""What is fused on a GPU: norms and depthwise convolutions against float64, alone and in networks; casts and counters.
+"""Fused operations on a GPU: norms and depthwise convolutions against float64; casts and counters.
 
 Run: pytest -m gpu.
 """

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: the tests of the CPU again, then what only a GPU has: graphs, long tensors. pytest -m gpu."""
+"""The kernels on a GPU: the tests of the CPU, then graphs and long tensors. Run by hand: pytest -m gpu."""
 
 import pytest
 import torch

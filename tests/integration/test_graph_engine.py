@@ -1,4 +1,4 @@
-"""The graph engine's decisions, on a GPU that is pretended: the same numbers as eager steps."""
+"""Decisions of the graph engine, on a simulated GPU: the numbers of eager steps."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from slimstart.steps import graphs
 from slimstart.steps.captured import CapturedStep
 from tests.engine_cases import *  # noqa: F403
 from tests.engine_cases import batches, loss_fn, small
-from tests.pretended_gpu import pretend
+from tests.simulated_gpu import simulate_gpu
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
-    pretend(monkeypatch)
+    simulate_gpu(monkeypatch)
     return "cpu"
 
 

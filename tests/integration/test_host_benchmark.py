@@ -1,4 +1,4 @@
-"""benchmarks/resident.py and inventory.py: memory that is known beforehand, and the record that they write."""
+"""benchmarks/resident.py and inventory.py: predicted memory, and the records that they write."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
-"""Networks larger than the device: with dense weights on the host, a training is the ordinary one, bit for bit.
+"""Networks larger than the device: with dense weights on the host, a training is bit for bit the same.
 
-On the CPU both sides of the bus are the same memory, and yet nothing is shared between them. The last tests need a GPU.
+On the CPU host and device have the same memory, but must share no tensors. The last tests need a GPU.
 """
 
 import os
@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slimstart import Channels, EqualWorth, Flops, Params, SparseTraining
 from slimstart.lab import models
 from slimstart.steps import host_memory as memory
-from tests.pretended_gpu import pretend
 from tests.settings import arguments
+from tests.simulated_gpu import simulate_gpu
 
 Differences = Callable[[Any, Any], list[str]]
 SLOW = pytest.mark.slow
@@ -151,7 +151,7 @@ def test_a_loop_by_hand(options: dict[str, Any], differences: Differences) -> No
 def test_in_graphs_widths_are_learned_from_the_host_too(
     monkeypatch: pytest.MonkeyPatch, differences: Differences
 ) -> None:
-    pretend(monkeypatch)
+    simulate_gpu(monkeypatch)
     data, pair = batches(11), both(engine="graphs", resample_every=3, **{**WIDTHS, "total_steps": 100})
     first = pair[0].mask
     for batch in data:
@@ -163,7 +163,7 @@ def test_in_graphs_widths_are_learned_from_the_host_too(
 
 
 def test_the_papers_policy_runs_eagerly_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch)
+    simulate_gpu(monkeypatch)
     sparse = start("cpu", engine="auto")
     assert sparse.engine == "eager"
     assert "dense weights are on the host" in str(sparse.reason)

@@ -1,4 +1,4 @@
-"""A change of structure is a transaction: an interrupt at any line leaves the training as before it, or as after it."""
+"""A change of structure is a transaction: an interrupt at any line leaves the state before it or after it."""
 
 from __future__ import annotations
 

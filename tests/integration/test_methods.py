@@ -1,4 +1,4 @@
-"""The methods in the program: when they cut and settle, what they execute, and that they resume bit for bit."""
+"""The methods in the program: when they prune and settle, the FLOPs that they execute, and exact resumption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of the user's own: objects with a coupling, something to learn from, and a start; and what is refused."""
+"""Custom policies: objects with a coupling, observations to learn from and a start; wrong objects are refused."""
 
 from __future__ import annotations
 

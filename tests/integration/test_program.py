@@ -1,4 +1,4 @@
-"""The training program: what it computes, what it writes, and that a run goes on bit for bit where it was stopped."""
+"""The training program: results, files, and exact resumption."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say about the program: command lines parse, and tables are those of the code."""
+"""README.md and docs/ on the program: command lines are valid, and tables agree with the code."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""What a step really costs, counted on the operations it runs: nothing dense is ever multiplied or allocated."""
+"""The operations of a step, counted: nothing dense is multiplied or allocated."""
 
 from collections.abc import Callable
 from typing import Any

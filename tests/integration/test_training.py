@@ -1,4 +1,4 @@
-"""SparseTraining as its users run it: it learns, keeps to its budget, and gets on with the rest of PyTorch."""
+"""SparseTraining: it learns, keeps to its budget, and works with the rest of PyTorch."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Gradients of units: what a policy observes in every kind of loop, and that nothing else changes."""
+"""Gradients of units: the observations of a policy in every kind of loop, without other effects."""
 
 import copy
 import itertools

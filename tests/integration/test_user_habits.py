@@ -1,6 +1,6 @@
-"""What people do around a training loop must not lose, spoil or skip anything, least of all without a word.
+"""Common code around a training loop must work, or be refused with an error; never be silently wrong.
 
-Every test is a piece of a user's own program: validation, averages of weights, clipping, copies, other precisions.
+Every test is a piece of a user's program: validation, averages of weights, clipping, copies, other precisions.
 """
 
 import copy

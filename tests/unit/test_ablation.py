@@ -1,4 +1,4 @@
-"""Variants of equal worth: each one does something else, and all stay within the budget."""
+"""Variants of equal worth: each one behaves differently, and all are within the budget."""
 
 import dataclasses
 import functools

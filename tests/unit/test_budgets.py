@@ -1,3 +1,5 @@
+"""Budgets: expected costs against enumeration and finite differences, and wrong arguments."""
+
 import math
 
 import pytest

@@ -1,4 +1,4 @@
-"""Draws with a cap: against enumeration of all masks of small groups."""
+"""Capped sampling, against enumeration of all masks of small groups."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Comparisons before anything runs: contenders, how they spend their epochs, names, and what is refused."""
+"""Comparisons before anything runs: contenders, their epochs, names, and refused arguments."""
 
 import re
 from pathlib import Path

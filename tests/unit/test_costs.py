@@ -1,3 +1,5 @@
+"""Cost tables: the at-least-one rule."""
+
 import pytest
 import torch
 from hypothesis import given, settings

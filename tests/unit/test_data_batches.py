@@ -1,4 +1,4 @@
-"""Batches in memory: pure in (seed, epoch, index), and what a slow reference makes of each image."""
+"""Batches in memory: functions of (seed, epoch, index), and augmentation against a slow reference."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""CIFAR in all its forms, whole and damaged; all sets here have 50 training and 10 test images."""
+"""CIFAR in all its file formats, complete and damaged; all sets here have 50 training and 10 test images."""
 
 import dataclasses
 import gzip

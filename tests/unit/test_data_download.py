@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: whole, broken off, with and without ranges, wrong, and not there."""
+"""Downloads from a local server: complete, interrupted, with and without ranges, wrong, and missing."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Folders of images: what is found, what is cut out, and that workers change nothing."""
+"""Folders of images: classes, crops, and equal results with workers."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The embedded set and Tiny ImageNet: both are one file."""
+"""The embedded data set and Tiny ImageNet, which are one file each."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""A pickle can make plain data, and run nothing."""
+"""Pickles are read as plain data, and no code in them is run."""
 
 import os
 import pickle

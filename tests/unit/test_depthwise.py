@@ -1,4 +1,4 @@
-"""Which convolutions are left to the kernel for all widths, and that it gets what torch would."""
+"""Which convolutions use the depthwise kernel for all widths, and with which arguments."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""V, V_max and variances of estimators: exact by enumeration over all masks, and against draws of a fixed seed."""
+"""V, V_max and variances of estimators, against enumeration over all masks and against sampling."""
 
 import itertools
 import math

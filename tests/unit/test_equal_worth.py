@@ -1,4 +1,4 @@
-"""A policy that gives units to where they are worth most: its fixed point by enumeration, and what a draw must be."""
+"""Equal worth: its fixed point by enumeration, and the structures that it chooses."""
 
 import dataclasses
 import itertools

@@ -1,3 +1,5 @@
+"""Estimators of the structure gradient: their mean and variance by enumeration over all masks."""
+
 from collections.abc import Callable
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What is fused gives what the calls one by one give, and only what can be is."""
+"""Fused operations give the results of the single ones, and only operations that may be fused are."""
 
 import copy
 import os

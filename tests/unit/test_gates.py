@@ -1,4 +1,4 @@
-"""Relaxations: what gates and their gradients are, that the budget holds, that they learn, and that they resume."""
+"""Relaxations: gates and their gradients, the budget, learning, and exact resumption."""
 
 import copy
 import io

@@ -1,7 +1,7 @@
-"""Sizes that a forward computes from attributes: the narrow network's attributes are those that make them right.
+"""Sizes that a forward computes from attributes: the narrow network gets attributes for its sizes.
 
-One network, many ways to write its attention. Whatever is said of heads, a mask takes whole heads, and the narrow
-network computes what the masked one does; `slimstart.verify` compares them in both modes, with gradients.
+One network, with its attention written in many ways. In each, a mask drops whole heads, and the narrow network equals
+the masked one; `slimstart.verify` compares them in both modes, with gradients.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Moving numbers, against loops that move one at a time. The same tests run in Triton's interpreter (the last one)."""
+"""Kernels that move numbers, against loops that move one at a time; the last test runs all in Triton's interpreter."""
 
 import importlib.util
 import itertools

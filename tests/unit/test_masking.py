@@ -1,4 +1,4 @@
-"""A masked network that changes in place computes what the narrow networks of its masks do."""
+"""A masked network that changes in place equals the narrow networks of its masks."""
 
 import copy
 

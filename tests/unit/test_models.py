@@ -1,4 +1,4 @@
-"""The networks of the paper: their sizes by arithmetic and as published, that they can shrink, and how they are found.
+"""The networks of the paper: sizes by arithmetic and as published, pruning, and names.
 
 `describe` writes every network down a second time, as a list of convolutions and normalised channels.
 """

@@ -1,4 +1,4 @@
-"""The uniform network: one share for all widths, the largest that fits, initialised for its own size."""
+"""The uniform network: one share for all widths, the largest that fits, initialised for its size."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The participation ratio, against covariances that are known."""
+"""The participation ratio, against known covariances."""
 
 import itertools
 

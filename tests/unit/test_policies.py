@@ -1,3 +1,5 @@
+"""The paper's policy: its budget, updates, masks and state."""
+
 import dataclasses
 import io
 import math

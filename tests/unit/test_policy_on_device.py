@@ -1,4 +1,4 @@
-"""The policy without the host: what a CUDA graph captures is proven on the CPU, and on "meta", which has no values."""
+"""Policies without the host: operations that CUDA graphs can capture, on the CPU and on "meta", without values."""
 
 import io
 from collections import Counter

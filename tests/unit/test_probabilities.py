@@ -1,3 +1,5 @@
+"""Sampling of masks and the score of a draw."""
+
 import math
 
 import pytest

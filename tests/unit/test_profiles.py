@@ -1,4 +1,4 @@
-"""Profiles by hand: within the budget, and what their factors say."""
+"""Profiles of widths written by hand: within the budget, with the stated factors."""
 
 import profiles
 import pytest

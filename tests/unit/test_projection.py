@@ -1,3 +1,5 @@
+"""Projections on a budget: feasible, idempotent, and equal to a quadratic program."""
+
 import math
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What cuts a trained network: norms, shares, curves and thresholds, each against a slow and obvious reference."""
+"""Pruning of trained networks: norms, shares, curves and thresholds, each against a slow and obvious reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: what is refused, what a file may say, and that the presets are the rows of the paper."""
+"""Recipes: refused settings, files, and presets with the rows of the paper."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Records: what is written is read back, and what is not sound is refused by name."""
+"""Records: round trips, and refusal of unsound fields by name."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""The learning rate, step by step, and what is refused of a schedule or of the settings of methods."""
+"""Learning rate schedules step by step, and refused schedules and settings of methods."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Selections: a mask resolved, and the two inverse ways between dense and narrow tensors."""
+"""Selections: a resolved mask, and the two inverse moves between dense and narrow tensors."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Step times: totals without waits in between, shares by part, and draws as often as a training makes them."""
+"""Step times: totals without synchronisation in between, shares by part, structure changes as often as in training."""
 
 import time
 from typing import Any

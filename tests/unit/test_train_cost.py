@@ -1,4 +1,4 @@
-"""The ledger enters what PyTorch's own counter counts, step by step; the formula is the paper's."""
+"""The ledger agrees with PyTorch's own counter step by step; the formula is the paper's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Widths that fill a budget: shares of all groups, and whole numbers near them."""
+"""Widths that fill a budget: shares of all groups, rounded to whole numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A zoo of small networks, written as their users would write them, without a thought for slimming.
+"""A zoo of small networks, written as users write them, without regard to pruning.
 
 `ZOO` maps a name to an `Entry`. The full-size networks are in `LARGE`; generated ones in `random_nets`.
 """

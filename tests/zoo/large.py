@@ -1,4 +1,4 @@
-"""Full-size networks, for cost and timing tests. They are kept apart from the small zoo."""
+"""Full-size networks for cost and timing tests, separate from the small zoo."""
 
 from .cnn import VGG, Bottleneck, ResNet
 from .transformers import FusedAttention, ViT

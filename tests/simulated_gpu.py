@@ -1,9 +1,9 @@
-"""A pretended GPU: what a graph captures is a tape of operations, streams and events do nothing, tensors are the CPU's.
+"""A simulated GPU: a graph captures a tape of operations, streams and events do nothing, tensors are on the CPU.
 
-As on a GPU, capturing runs Python once and leaves no numbers behind, and a replay runs the operations on the memory
-that they had then, without Python: a hook that should have run, or should not have run in a capture, is found, and so
-is a tensor that has got other memory. Whatever would make the host wait for the device, or copy from the host, is an
-error in a capture. What a pretended GPU cannot show: races between streams, and kernels.
+As on a GPU, a capture runs Python once and changes no values, and a replay runs the operations on the memory that they
+had at capture, without Python. So tests find hooks that run at the wrong time and tensors whose memory was replaced.
+Synchronisation with the host, and copies from it, are errors in a capture. Races between streams and errors in kernels
+are not simulated.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
     return type(optimizer) in optimizers.FUSED
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the graph engine believe in a GPU, for one test."""
+def simulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a GPU for one test of the graph engine."""
     stream = Nothing()
     for name, value in {
         "CUDAGraph": Graph,
@@ -188,11 +188,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str, str | None]:
         return ("eager", "asked for") if engine == "eager" or not fuse(optimizer) else ("graphs", None)
 
-    pretended = {engines.choose: choose, optimizers.fuse: fuse}
+    replaced = {engines.choose: choose, optimizers.fuse: fuse}
     for module in [module for name, module in sys.modules.items() if name.startswith("slimstart.")]:
         for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType) and value in pretended:  # wherever it is known
-                monkeypatch.setattr(module, name, pretended[value])
+            if isinstance(value, FunctionType) and value in replaced:  # wherever it is known
+                monkeypatch.setattr(module, name, replaced[value])
 
 
 def _synchronize(*_: Any) -> None:
