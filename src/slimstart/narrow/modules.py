@@ -35,7 +35,7 @@ class Network:
             name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
         }
         self._parameters = {name: p for name, p in module.named_parameters() if name in graph.tensors}
-        owners = {owner for found in self._owners.values() for owner, _ in found}
+        self._holders = owners = {owner for found in self._owners.values() for owner, _ in found}
         self._layers = [
             (f"{path}.{key}".lstrip("."), parent, key, layer)
             for path, parent in module.named_modules()
@@ -80,6 +80,8 @@ class Network:
             assign(self.tensor(name), store.read(Key(name), selection, device))
         for owner, attribute, value in attribute_values(self.module, selection):
             change.set(owner, attribute, value)
+        if not in_place:
+            change.call(self._renew_dicts)
 
     def finish(self, change: Change, store: Store, selection: Selection, device: torch.device, plain: bool) -> None:
         """Become the plain network of a selection: no port that is not needed, with `plain` none at all."""
@@ -87,6 +89,7 @@ class Network:
             change.swap(self.tensor(name), store.read(Key(name), selection, device, plain))
         for owner, attribute, value in attribute_values(self.module, selection, plain):
             change.set(owner, attribute, value)
+        change.call(self._renew_dicts)
         for name, layer in self.ports.items():
             sides, width, dims = port_sides(name, selection)
             if plain or all(side is None for side in sides):
@@ -97,6 +100,14 @@ class Network:
         shapes = {name: tuple(dense.get(name, t).shape) for name, t in tensor_names(self.module).items()}
         shapes = {name: shape for name, shape in shapes.items() if ".stream_" not in f".{name}"}
         change.put(vars(self.module), RECORD, Record(tuple(self.graph.attributes), shapes, {}))
+
+    def _renew_dicts(self) -> None:
+        """Replace the dicts of parameters and buffers by copies.
+
+        Compiled code of PyTorch 2.8 does not check shapes again while these dicts are unchanged.
+        """
+        for holder in self._holders:
+            vars(holder).update(_parameters=holder._parameters.copy(), _buffers=holder._buffers.copy())
 
     def point_ports(self, change: Change, selection: Selection) -> None:
         """Point the ports of layers on streams at what a selection keeps."""

@@ -44,7 +44,7 @@ class _Conv(NamedTuple):
 
 def _convolved(conv: _Conv) -> Tensor | None:
     """The result of a convolution, or None where the kernel does not support it."""
-    x, weight, bias = conv[:3]
+    x, weight, bias = conv.input, conv.weight, conv.bias  # PyTorch 2.8 cannot compile a slice of a named tuple
     plain = all(map(_is_plain, (x, weight, bias))) and not torch._C._are_functorch_transforms_active()
     if not plain or isinstance(conv.padding, str):
         return None
