@@ -454,7 +454,7 @@ def test_several_processes_need_a_folder(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
-    assert "several ranks need --out" in capsys.readouterr().err
+    assert "several processes need --out" in capsys.readouterr().err
 
 
 def test_commands_for_one_process_are_refused_in_several() -> None:

@@ -57,9 +57,9 @@ def test_wrong_schedules_are_refused(text: str) -> None:
     ("settings", "message"),
     [
         ({"rounds": 0}, "`rounds` is 0; it must be at least 1"),
-        ({"rounds": 2}, "`rounds` is 2; each needs an epoch of fine-tuning, and `finetune_epochs` is 0"),
-        ({"rounds": 4, "finetune_epochs": 3}, "`rounds` is 4; each needs an epoch .* is 3"),
-        ({"penalty": -1.0}, r"`penalty` is -1\.0; it must not be negative"),
+        ({"rounds": 2}, "`rounds` is 2, .* `finetune_epochs` is 0"),
+        ({"rounds": 4, "finetune_epochs": 3}, "`rounds` is 4, .* `finetune_epochs` is 3"),
+        ({"penalty": -1.0}, r"`penalty` is -1\.0; .* negative"),
         ({"protocol": "fair"}, "`protocol` is 'fair'; it must be one of original, uniform"),
         (
             {"method": "l2"},
