@@ -287,7 +287,7 @@ def test_exactly_the_broken_group_is_not_prunable(module, layer, monkeypatch, ca
     assert [group.name for group in graph.groups] == [n for n in ("stem", "conv1", "conv2", "point") if n != layer]
     assert graph.not_prunable.keys() == {layer, "fc"}
     assert graph.not_prunable[layer].startswith("its slices could not be proven right: the narrow network")
-    assert f"{layer} is left whole: its slices could not be proven right" in caplog.text
+    assert f"{layer} is not prunable: its slices could not be proven right" in caplog.text
     assert len(caplog.records) == 1
     assert prove(model, graph, IMAGE).max_error < 1e-10
 

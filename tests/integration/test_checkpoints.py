@@ -906,7 +906,7 @@ def test_refused_narrow_state_dicts_change_nothing(make: Callable[[Any], Any], d
 
 def test_parameters_are_not_exchanged() -> None:
     sparse = advanced()
-    with pytest.raises(CheckpointError, match="`assign=True` would exchange parameters"):
+    with pytest.raises(CheckpointError, match="`assign=True` would replace parameters"):
         sparse.model.load_state_dict(sparse.model.state_dict(), assign=True)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of normalisation layers, measured anew."""
+"""Recalibration of batch norm statistics."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from slimstart.inputs import as_batch
 def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: Callable[..., Any]) -> int:
     """Replace running statistics by their plain average over the given batches.
 
-    A sampled network inherits statistics that were gathered under many other masks. Only the normalisation layers are
-    in training mode meanwhile, and no gradient is computed.
+    Use it for a sampled network, whose statistics come from training with many other masks. Only the normalisation
+    layers are in training mode meanwhile, and no gradient is computed.
 
     Args:
-        module: changed in place; its modes are put back.
-        batches: tuples of what `loss_fn` takes behind the network.
+        module: changed in place; its training modes are restored.
+        batches: tuples of the arguments of `loss_fn` after the network.
         loss_fn: called as `loss_fn(module, *batch)`; its value is not used.
 
     Returns:
-        The number of batches seen; where it is 0 the statistics are as before.
+        The number of batches; if it is 0, statistics are unchanged.
     """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms:

@@ -1,17 +1,16 @@
-r"""Capacity to spare: shapes of a network that survive a draw, and which dense channel each position then holds.
+r"""Spare capacity: how many positions each layer of a narrow network has, so that its shapes survive the next draws.
 
-A draw keeps :math:`n_g` units of group g, and every draw another number. Its network is built with capacity for
-:math:`S_g \ge n_g` units, a multiple of some `align`; the positions that are left are *padding*, zeros in every tensor.
-A channel of a stream exists if one of several units writes it, so their number changes even where every :math:`n_g` is
-the same: streams have capacity for all channels that a draw can bring at all.
+A draw keeps :math:`n_g` units of group g, and this number differs from draw to draw. Its network is built with capacity
+for :math:`S_g \ge n_g` units, a multiple of `align`; the remaining positions are *padding*, zeros in every tensor. A
+channel of a stream exists if one of several units writes it, so the number of channels changes even where every
+:math:`n_g` is the same: streams have capacity for all channels that a draw is likely to have.
 
-Capacity comes from the keep-probabilities: more than the expected number of units and a `spread` of standard
-deviations,
+Capacity is chosen from the keep-probabilities, above the expected number of units by `spread` standard deviations,
 
-.. math:: S_g > \sum_{u \in g} s_u + \mathrm{spread} \sqrt{\textstyle\sum_{u \in g} s_u (1 - s_u)},
+.. math:: S_g > \sum_{u \in g} s_u + \mathrm{spread} \sqrt{\textstyle\sum_{u \in g} s_u (1 - s_u)}.
 
-and it is kept until a draw overflows it, or until new capacity would save a good part of the FLOPs (hysteresis). Once s
-has become 0 or 1, nothing is padded but to `align`.
+It is kept until a draw exceeds it, or until a new choice would save a good part of the FLOPs (hysteresis, because new
+shapes cost a capture of all CUDA graphs). Once every s is 0 or 1, there is only the padding up to `align`.
 
 `Planner` chooses the capacity, on the host; `placement.py` computes the positions.
 """
@@ -26,7 +25,7 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.graph import ChannelGraph
 
-RENEW = 1.15  # capacity is chosen again when it executes this many times the FLOPs of new capacity
+RENEW = 1.15  # capacity is replaced when it executes this many times the FLOPs of a new choice
 # Above this many times `align`, capacity is a multiple of twice `align`: a GPU is faster with 64 channels than with 56.
 COARSE = 4
 POSSIBLE = 1e-4  # a stream has capacity for a channel whose probability is at least this
@@ -34,11 +33,12 @@ POSSIBLE = 1e-4  # a stream has capacity for a channel whose probability is at l
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a network has positions for.
+    """The positions that a network has.
 
     Attributes:
-        units: (num_groups,) int64, how many units of each group.
-        streams: (num_events,) bool, which channels that several units write; of no meaning for the others.
+        units: (num_groups,) int64, the number of units of each group.
+        streams: (num_events,) bool, the channels written by several units that have a position; for channels written by
+            one unit, which `units` counts, it has no meaning.
     """
 
     units: Tensor
@@ -76,7 +76,7 @@ class Planner:
     Args:
         graph: of the network.
         align: units per group are a multiple of this, or the whole group.
-        spread: standard deviations above the mean that draws hardly ever reach.
+        spread: standard deviations above the mean, a width that draws hardly ever exceed.
     """
 
     def __init__(self, graph: ChannelGraph, align: int, spread: float) -> None:
@@ -87,12 +87,13 @@ class Planner:
         self._shared = shared_events(table)
 
     def __call__(self, now: Capacity | None, kept: Tensor, keep_probs: Tensor | None, look: bool = True) -> Capacity:
-        """Capacity for these masks: `now` itself where it is good enough.
+        """Capacity for these masks: `now` itself if it is large enough and not much too large.
 
         Args:
+            now: the present capacity, if any.
             kept: (n, U) masks of one draw, after the at-least-one rule.
-            keep_probs: s, or None where the structure is fixed and no other mask will come.
-            look: whether to find out if less capacity would do; it need not be at every draw.
+            keep_probs: s; None where the structure is fixed and there will be no other mask.
+            look: whether to check if less capacity would do, which need not be done at every draw.
         """
         needed, happens = self._needed(kept)
         overflows = now is None or bool((needed > now.units).any() | (happens & ~now.streams).any())
@@ -103,7 +104,7 @@ class Planner:
             return new
         if keep_probs is None or self.flops(now) > RENEW * self.flops(new):
             return now if new.equals(now) else new
-        if overflows:  # to rebuild costs the same for one group as for all that will need it soon
+        if overflows:  # rebuilding costs the same for one group as for all that will need more soon
             return Capacity(torch.maximum(new.units, now.units), now.streams | new.streams)
         return now
 
@@ -118,17 +119,18 @@ class Planner:
         return Executed(flops, (flops,) * (num_masks - 1), num_filters(self._graph, self._typical_units(capacity)))
 
     def _typical_units(self, capacity: Capacity) -> Tensor:
-        """(U,) bool: the units of one frame of this capacity; every frame has the same shapes."""
+        """(U,) bool: the units of one network of this capacity; all of them have the same shapes."""
         return first_units(self._group, self._size, capacity)
 
     def _needed(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """The most units of each group, and the shared channels, that the masks keep."""
+        """The largest number of units of each group in a mask, and the channels of streams that any mask keeps."""
         kept = kept.cpu()
         counts = torch.zeros(len(kept), self._size.numel(), dtype=torch.int64).index_add(1, self._group, kept.long())
         padded = torch.cat([kept.any(0), kept.new_zeros(1)])
         return counts.amax(0), padded[self._events].any(1) & self._shared
 
     def _new(self, needed: Tensor, happens: Tensor, s: Tensor | None) -> Capacity:
+        """Capacity chosen without regard to the present one; arguments are results of `_needed`, and s."""
         want, possible = needed, happens
         if s is not None:
             s = s.cpu().double()
@@ -136,6 +138,7 @@ class Planner:
             mean = zeros.index_add(0, self._group, s)
             spread = zeros.index_add(0, self._group, s * (1 - s)).sqrt()
             want = torch.maximum(needed, (mean + self._spread * spread + 1e-6).floor().long() + (spread > 1e-3))
+            # The probability that no writer of a channel is drawn; the pads of `events` are -1, the last entry.
             absent = torch.cat([1 - s, s.new_ones(1)])[self._events].prod(1)
             possible = happens | ((1 - absent > POSSIBLE) & self._shared)
         return Capacity(torch.minimum(aligned(want, self.align), self._size), possible)
@@ -147,7 +150,7 @@ def num_filters(graph: ChannelGraph, units: Tensor) -> dict[str, int]:
 
 
 def aligned(widths: Tensor, align: int) -> Tensor:
-    """The least widths, not below these, that a GPU is fast with: multiples of `align`, large ones of twice that."""
+    """Widths rounded up to what a GPU is fast with: multiples of `align`, and large ones of twice `align`."""
     step = torch.where(widths > COARSE * align, 2 * align, align) if align > 1 else torch.ones_like(widths)
     return (widths + step - 1) // step * step
 
@@ -158,5 +161,6 @@ def shared_events(table: CostTable) -> Tensor:
 
 
 def first_units(group: Tensor, size: Tensor, capacity: Capacity) -> Tensor:
+    """(U,) bool: of every group the first units, as many as the capacity has."""
     start = torch.cumsum(size, 0) - size  # the units of a group are consecutive
     return torch.arange(group.numel()) - start[group] < capacity.units[group]

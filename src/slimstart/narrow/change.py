@@ -1,7 +1,7 @@
 """A change of structure as a transaction: prepared in full, then made by assignments that can be repeated.
 
-Whatever can fail (memory, a refused optimizer state) fails while a `Change` is prepared, when nothing that is in use
-has been touched. `apply` then only assigns tensors and numbers that exist already. If it is interrupted at any line,
+Everything that can fail (memory, a refused optimizer state) fails while a `Change` is prepared, before anything in use
+has been modified. `apply` then only assigns tensors and numbers that exist already. If it is interrupted at any line,
 calling it once more completes it.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Change:
-    """Assignments that are made together.
+    """A list of assignments that are made together.
 
     Attributes:
         reshapes: whether parameters may get other shapes.
@@ -28,11 +28,11 @@ class Change:
         self.reshapes = False
 
     def swap(self, tensor: Tensor, value: Tensor) -> None:
-        """`tensor` stays the same object and gets the storage, shape and type of `value`; its gradient is dropped."""
+        """Give `tensor`, which remains the same object, the storage, shape and type of `value`; drop its gradient."""
         self._assignments.append(partial(swap_, tensor, value))
 
     def copy(self, tensor: Tensor, value: Tensor) -> None:
-        """`tensor` stays at its address and gets the numbers of `value`."""
+        """Copy the numbers of `value` to `tensor`, which keeps its address."""
         self._assignments.append(partial(_copy_, tensor, value))
 
     def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
@@ -42,7 +42,7 @@ class Change:
         self._assignments.append(partial(setattr, owner, attribute, value))
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """A function that does the same however often it is called."""
+        """Call a function, which must have the same effect if it is called again."""
         self._assignments.append(partial(function, *args))
 
     def apply(self) -> None:
@@ -52,12 +52,12 @@ class Change:
 
 
 class Transactions:
-    """Changes that are made as a whole or not at all, whatever interrupts them.
+    """Changes that are made as a whole or not at all, also when they are interrupted.
 
-    Called, it is a context: within, small state changes together with what `commit` changes, or not at all.
+    A call returns a context. If it ends with an exception, the small state is restored, unless a change was committed.
 
     Args:
-        state: returns the small state, which later changes must leave alone.
+        state: returns the small state; later changes must not modify what it returns.
         restore: the inverse, by assignments.
     """
 
@@ -77,7 +77,7 @@ class Transactions:
         self._undo = None
 
     def commit(self, change: Change) -> None:
-        """Make a change. From here on it will be completed, and not be undone."""
+        """Make a change. If it is interrupted, it is completed and not undone."""
         self._redo = change
         try:
             change.apply()
@@ -87,7 +87,7 @@ class Transactions:
         self._done()
 
     def recover(self) -> None:
-        """Complete, or take back, what was interrupted; nothing where nothing was."""
+        """Complete or undo what was interrupted, if anything was."""
         if self._redo is not None:
             self._redo.apply()
             self._done()
@@ -101,7 +101,7 @@ class Transactions:
 
 
 def swap_(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor another storage and shape, also while somebody holds a loss that was computed from it.
+    """Give a tensor another storage and shape, even while the user holds a loss that was computed from it.
 
     Autograd keeps the gradient accumulator of a parameter alive with such a loss, and it expects gradients of the old
     shape. It is dropped when the type of the data changes, so the data becomes an empty tensor of another type first.

@@ -1,7 +1,7 @@
-"""compact(model, selection) -> a narrow nn.Module: real small layers, no masks, no hooks, no dense memory.
+"""compact(model, selection) -> a narrow nn.Module: small layers, no masks, no hooks, no dense memory.
 
-The module is a copy of the user's own (same class, same forward) in which every parameter and buffer holds only the
-entries that the selection keeps, and the integer attributes that count channels count those that are left.
+The module is a copy of the user's own (same class, same forward) in which every parameter and buffer has only the
+entries that the selection keeps, and integer attributes that count channels are reduced.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from slimstart.narrow.removed_layers import PassThrough, modules_of, replacement
 from slimstart.narrow.stream_ports import Dims, Side, close_port, open_port, set_port
 
 RECORD = "_slimstart_record"
-"""Where a narrow module keeps its `Record`, for `slimstart.save`."""
+"""The attribute in which a narrow module has its `Record`, for `slimstart.save`."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a narrow module's own tensors do not tell.
+    """What cannot be read off a narrow module's own tensors.
 
     Attributes:
         counted: (module, attribute) pairs that count channels.
@@ -57,8 +57,8 @@ def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.M
 
     Args:
         model: the dense model that the selection's graph was traced from.
-        selection: what stays, from `graph.select(mask)`.
-        plain: do without `StreamPort`: layers on a residual stream become as wide as the stream, with rows of zeros.
+        selection: what is kept, from `graph.select(mask)`.
+        plain: without `StreamPort`: layers on a residual stream become as wide as the stream, with rows of zeros.
     """
     return narrow_copy(model, tensor_names(model), selection, plain)
 
@@ -70,10 +70,12 @@ def narrow_copy(
     plain: bool = False,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """A copy of a model of any width that has the tensors of a selection.
+    """A copy of a model of any width, with the tensors of a selection.
 
     Args:
-        dense: dense values by name, of everything that can shrink.
+        model: dense or narrow.
+        dense: dense values by name, of every tensor that can shrink.
+        selection: what is kept.
         plain: as for `compact`.
         device: of the copy, if not that of the dense values.
     """
@@ -108,7 +110,7 @@ def narrow_tensor(selection: Selection, name: str, dense: Tensor, plain: bool = 
 
 
 def in_order_of(dense: Tensor, narrow: Tensor) -> Tensor:
-    """A narrow tensor with its dimensions in the order, in memory, that they have in the dense one (channels-last)."""
+    """A narrow tensor with its dimensions in the same memory order as in the dense one (channels-last)."""
     order = sorted(range(dense.dim()), key=lambda dim: -dense.stride()[dim])
     if order == list(range(dense.dim())):
         return narrow.contiguous()
@@ -117,7 +119,7 @@ def in_order_of(dense: Tensor, narrow: Tensor) -> Tensor:
 
 
 def _carried(selection: Selection, name: str, dense: Tensor) -> Tensor:
-    """As wide as the tensors around the layer, with zeros where the layer itself has nothing."""
+    """The tensor of a layer without a port: as wide as the tensors around it, with zeros for channels it has not."""
     dense = dense.clone()
     for piece in selection.graph.tensors.get(name, ()):
         carried = selection.present(piece.carried).nonzero().squeeze(1)
@@ -144,14 +146,14 @@ def ports_in(graph: ChannelGraph) -> list[str]:
 
 
 def point_port(layer: nn.Module, name: str, selection: Selection) -> bool:
-    """Point a layer's port at what the selection keeps; returns whether it is needed."""
+    """Set a layer's port to what the selection keeps; returns whether it is needed."""
     sides, width, dims = port_sides(name, selection)
     set_port(layer, sides[0], sides[1], width, dims)
     return any(side is not None for side in sides)
 
 
 def port_sides(name: str, selection: Selection) -> tuple[list[Side | None], int, Dims]:
-    """What a layer reads and writes of the streams around it, the width of the latter, and the channel dimensions."""
+    """What a layer reads and writes of the streams around it, the width of the one it writes, and the dimensions."""
     graph, dims = selection.graph, [0, 0]
     sides: list[Side | None] = [None, None]
     width = 0
@@ -164,7 +166,7 @@ def port_sides(name: str, selection: Selection) -> tuple[list[Side | None], int,
 
 
 def _side(selection: Selection, port: Port) -> Side | None:
-    """Where a layer's channels are in the stream, and back; None where they are the same."""
+    """The position of each of a layer's channels in the stream, and with padding the inverse; None where they agree."""
     carried, live = selection.present(port.carried), selection.present(port.live)
     if torch.equal(carried, live):
         return None

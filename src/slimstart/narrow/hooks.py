@@ -1,4 +1,4 @@
-"""Hooks on a user's model that do nothing in a copy or a pickle of it."""
+"""Hooks on a user's model that do nothing in a copy or a pickle of the model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 class Hook:
-    """Calls a method; a copy of the hook calls nothing, and the original knows of it.
+    """A hook that calls a method. Its copies call nothing, and the original lists them.
 
     Attributes:
-        copies: hooks in copies of the model, as long as those live.
+        copies: hooks in copies of the model, as long as those exist.
     """
 
     def __init__(self, method: Callable[..., Any] | None) -> None:
@@ -22,7 +22,7 @@ class Hook:
 
     @property
     def is_inert(self) -> bool:
-        """Whether it is in a copy."""
+        """Whether it belongs to a copy of the model."""
         return self._method is None
 
     def __call__(self, *args: Any) -> Any:
@@ -38,7 +38,7 @@ class Hook:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Take the hooks out of a model, or of a copy."""
+    """Remove the hooks from a model or a copy."""
     kinds = (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
     for hooks in kinds:
         for key, hook in list(hooks.items()):
@@ -47,6 +47,6 @@ def remove_hooks(module: nn.Module) -> None:
 
 
 def hooks_in(module: nn.Module) -> list[Hook]:
-    """The hooks that `remove_hooks` would take out."""
+    """The hooks that `remove_hooks` would remove."""
     found = [*module._state_dict_hooks.values(), *module._load_state_dict_pre_hooks.values()]
     return [hook for hook in (getattr(one, "hook", one) for one in found) if isinstance(hook, Hook)]

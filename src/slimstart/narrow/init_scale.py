@@ -1,7 +1,7 @@
-"""The scale of fresh weights: initialisations, PyTorch's own among them, go by how many inputs a weight sums.
+"""The scale of newly initialised weights, which depends on the fan-in in PyTorch's and most other initialisations.
 
-A narrow network that is cut out of a freshly initialised dense one has weights for more inputs than it has. Scaled up
-by the square root of what they have lost, they are as if it had been initialised by itself.
+A narrow network whose weights are taken from a newly initialised dense one has weights for a larger fan-in. Multiplied
+by the square root of the ratio of both, they have the scale of a narrow network that was initialised by itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def rescale_fan_in_(weights: Mapping[str, Tensor], model: nn.Module, selection: 
     """Give weights the scale of an initialisation at the fan-in that they have under a selection, in place.
 
     Args:
-        weights: by name, narrow or dense; only convolutions and linear layers among them are changed.
+        weights: by name, narrow or dense; only those of convolutions and linear layers are changed.
         model: the dense model.
+        selection: of the narrow network.
     """
     modules = dict(model.named_modules())
     for name, dense in model.named_parameters():
@@ -34,7 +35,7 @@ def rescale_fan_in_(weights: Mapping[str, Tensor], model: nn.Module, selection: 
 
 
 def is_pretrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
-    """Whether there are signs that a model has been trained: optimizer state, or batches that a norm has counted."""
+    """Whether a model seems to have been trained: there is optimizer state, or a norm has counted batches."""
     counts = (buffer for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked"))
     return any(bool(optimizer.state) for optimizer in optimizers) or any(
         bool(count > 0) for count in counts if not count.is_meta
@@ -42,13 +43,13 @@ def is_pretrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
 
 
 def suit_(model: nn.Module, selection: Selection) -> None:
-    """Give a new dense model the scale that its weights will need under a selection; frozen ones are left alone."""
+    """Give the weights of a newly initialised dense model the scale for a selection; frozen ones are not changed."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     rescale_fan_in_(trained, model, selection)
 
 
 def compact_fresh(model: nn.Module, selection: Selection) -> nn.Module:
-    """A freshly initialised narrow network from a freshly initialised dense one."""
+    """A newly initialised narrow network from a newly initialised dense one."""
     small = compact(model, selection)
     rescale_fan_in_(dict(small.named_parameters()), model, selection)
     return small

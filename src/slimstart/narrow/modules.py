@@ -1,4 +1,4 @@
-"""A module whose tensors are those of a selection: the user's own model, a copy that follows it, a reference."""
+"""A module that becomes the network of one selection after another: the user's model, a copy of it, a reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slimstart.narrow.stream_ports import close_port, set_port
 
 
 class Network:
-    """A module whose tensors are those of a selection; the same module for ever.
+    """A module whose tensors are those of a selection; module and parameters remain the same objects.
 
     Args:
         module: of the class of the graph's model, with the same names.
@@ -45,7 +45,7 @@ class Network:
         self.ports = {name: module.get_submodule(name) for name in ports_in(graph)}
 
     def tensor(self, name: str) -> Tensor:
-        """The narrow tensor of this name, as it is now: `model.to(...)` replaces buffers."""
+        """The present narrow tensor of this name; `model.to(...)` replaces buffers, so it is looked up each time."""
         owner, key = self._owners[name][0]
         tensor: Tensor = getattr(owner, key)
         return tensor
@@ -56,7 +56,7 @@ class Network:
         return self._parameters
 
     def check(self) -> None:
-        """Refuse a module in which somebody has exchanged a layer or a parameter."""
+        """Refuse a module in which a layer or a parameter has been replaced."""
         layers = [name for name, parent, key, layer in self._layers if parent._modules.get(key) is not layer]
         for name in layers or [
             name
@@ -65,16 +65,16 @@ class Network:
         ]:
             raise RuntimeError(
                 f"{name!r} of the model is another {'layer' if layers else 'parameter'} than when the SparseTraining "
-                "was made. Replace layers before that; `finish` comes before other changes"
+                "was made. Replace layers and parameters before making it, or after `finish`"
             )
 
     def write(self, store: Store, selection: Selection) -> None:
-        """Bring a store up to date with this network, which holds a selection."""
+        """Write the tensors of this network, which has a selection, to a store."""
         for name in self.graph.tensors:
             store.write(Key(name), selection, self.tensor(name).detach())
 
     def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
-        """Become the network of a selection, with the values of a store."""
+        """Add to a change: become the network of a selection, with the values of a store."""
         assign = change.copy if in_place else change.swap
         for name in self.graph.tensors:
             assign(self.tensor(name), store.read(Key(name), selection, device))
@@ -84,7 +84,7 @@ class Network:
             change.call(self._renew_dicts)
 
     def finish(self, change: Change, store: Store, selection: Selection, device: torch.device, plain: bool) -> None:
-        """Become the plain network of a selection: no port that is not needed, with `plain` none at all."""
+        """Add to a change: become the network of a selection without unneeded ports, or with `plain` without any."""
         for name in self.graph.tensors:
             change.swap(self.tensor(name), store.read(Key(name), selection, device, plain))
         for owner, attribute, value in attribute_values(self.module, selection, plain):
@@ -110,7 +110,7 @@ class Network:
             vars(holder).update(_parameters=holder._parameters.copy(), _buffers=holder._buffers.copy())
 
     def point_ports(self, change: Change, selection: Selection) -> None:
-        """Point the ports of layers on streams at what a selection keeps."""
+        """Add to a change: set the ports of layers on streams to what a selection keeps."""
         for name, layer in self.ports.items():
             sides, width, dims = port_sides(name, selection)
             change.call(set_port, layer, sides[0], sides[1], width, dims)

@@ -56,7 +56,7 @@ class Networks:
     Attributes:
         store: the dense tensors.
         masks: (n, U), of the present draw. The first network is trained.
-        version: changes whenever tensors of the model have got other storages.
+        version: increases whenever tensors of the model get other storages, so that captured steps are invalid.
         followers: copies of the model that change with it, each with its own dense tensors.
         references: the networks of the other masks.
     """
@@ -136,7 +136,7 @@ class Networks:
     @property
     def selection(self) -> Selection:
         """What the model holds now, padding included."""
-        if self.are_static or self._selection is None:
+        if self.are_static or self._selection is None:  # static networks may have been moved by the device
             kept = self.graph.costs.at_least_one(self.masks[0])
             frame = None if self._padded is None else self._padded.placement.frame(kept)
             self._selection = self.graph.select(kept, frame)
@@ -199,7 +199,7 @@ class Networks:
             self.refresh()
             self.on_device.write_back()
             return
-        if self.version:
+        if self.version:  # before the first change, the model has the dense tensors themselves
             self._network.write(self.store, self.selection)
         for entry in self._entries():
             self.store.write(entry.place, self.selection, entry.value, entry.start_in(self.store))
@@ -235,18 +235,19 @@ class Networks:
             masks: (n, U) raw draws.
             keep_probs: s, to choose capacity for later draws too; None where the structure is fixed.
             look: whether to find out if less capacity would do.
-            store: dense tensors that replace the present ones; whoever gives one restores the optimizers' state too.
-            capacity: to have in place of one that is chosen.
+            store: dense tensors that replace the present ones; the caller then also restores the optimizers' state.
+            capacity: of the new networks; by default one is chosen.
         """
         if store is None:
             self.flush()
         else:
             self._network.check()
         if store is None and self._planner is None and self.version and torch.equal(masks.cpu(), self.masks.cpu()):
-            return Change()  # what is captured, compiled or spread over processes remains valid
+            return Change()  # nothing changes, so captured and compiled steps remain valid
         change = Change()
         placed = self._place(masks, keep_probs, look, capacity)
         selection, now = placed.selection, self._padded
+        # Captured steps know tensors by address: as long as the shapes are the same, new values are copied into them.
         in_place = self._static and now is not None and placed.placement is now.placement and store is None
         self._network.fill(change, store or self.store, selection, self.device, in_place)
         for entry in self._entries() if store is None else ():
@@ -254,7 +255,7 @@ class Networks:
             change.copy(entry.value, value) if in_place else change.put(entry.state, entry.key, value)
         if self._device is not None and not self.version:
             self._move_fixed(change, self._device)
-        for network, own in self.followers:
+        for network, own in self.followers:  # averages have been updated since the last change; save those first
             network.write(own, self.selection)
             network.fill(change, own, selection, self.device, in_place=False)
             network.point_ports(change, selection)

@@ -1,12 +1,12 @@
 """Optimizer state that follows the channels of its parameters.
 
-State tensors shaped like their parameter have channels (momentum, Adam's moments) and are narrow when it is; scalars
-are left to the optimizer; anything else cannot follow, and is refused by name. The state of channels that are not in
-the network is stored, bit-unchanged, and comes back with them.
+State tensors with the shape of their parameter have channels (momentum, Adam's moments) and are narrow when it is;
+scalars are not changed; anything else cannot follow the channels, and is refused by name. The state of channels that
+are not in the network is stored unchanged, and restored with them.
 
-A channel that has never been trained has the state that the optimizer starts from (mostly zeros). Adam's `step` is one
-number for the whole parameter, so a channel that first wakes late finds its bias correction used up: see
-`docs/how-it-works.md` for what that does, measured.
+A channel that has never been trained has the initial state of the optimizer (mostly zeros). Adam's `step` is one number
+for the whole parameter, so there is no bias correction for a channel that is first used late; `docs/how-it-works.md`
+has measurements.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch.optim import Optimizer
 from slimstart.errors import OptimizerStateError
 from slimstart.narrow.store import Key, Store
 
-UNWRAPPED = ("optimizer", "base_optimizer", "_base_optimizer")  # where wrappers keep what they wrap
+UNWRAPPED = ("optimizer", "base_optimizer", "_base_optimizer")  # attributes in which wrappers have their optimizer
 
 
 def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
-    """PyTorch optimizers in what a user gave: one, a list, or wrapped (Accelerate's, Lookahead).
+    """The PyTorch optimizers in an argument of the user's: one, a list, or wrapped ones (Accelerate's, Lookahead).
 
     Raises:
-        TypeError: something is no optimizer, and wraps none.
-        ValueError: an optimizer cannot step without a closure that runs the model again.
+        TypeError: an object is no optimizer, and wraps none.
+        ValueError: an optimizer needs a closure that runs the model again.
         OptimizerStateError: two of them hold the same parameter.
     """
     found: list[Optimizer] = []
@@ -43,8 +43,8 @@ def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
             seen = next(inner for name in UNWRAPPED if isinstance(inner := getattr(seen, name, None), Optimizer))
         if not isinstance(seen, Optimizer):
             raise TypeError(
-                f"`optimizer` is a {type(one).__name__}, which is no torch.optim.Optimizer and wraps none; give the "
-                "optimizer that it is made of"
+                f"`optimizer` is a {type(one).__name__}, which is no torch.optim.Optimizer and wraps none; pass the "
+                "PyTorch optimizer that it uses"
             )
         closure = inspect.signature(seen.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
@@ -54,8 +54,8 @@ def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
             )
         if held_by(found) & held_by([seen]):
             raise OptimizerStateError(
-                "two optimizers hold the same parameter, and each keeps state of its own for it; give every parameter "
-                "to one of them"
+                "two optimizers hold the same parameter, and each keeps state of its own for it; pass every parameter "
+                "to one of them only"
             )
         found.append(seen)
     return tuple(found)
@@ -68,7 +68,7 @@ class Entry:
     Attributes:
         name: of the parameter.
         key: of the state tensor.
-        state: where the optimizer keeps it.
+        state: the optimizer's dict that has it.
         value: the narrow tensor.
         optimizer, group, parameter: to which it belongs.
     """
@@ -92,10 +92,11 @@ class Entry:
 
     @property
     def initial(self) -> float | None:
-        """What the tensor holds before anything has been learned; None for a copy of the parameter.
+        """The value of all entries before the first step; None where it is a copy of the parameter.
 
-        Found by a step of zero gradient on two numbers: most optimizers start from zeros, Rprop from its learning rate,
-        schedule-free ones from the parameter. State that somebody else adds (Lookahead) is what it is nearer to.
+        Found by a step with zero gradient on two numbers: most optimizers start from zeros, Rprop from its learning
+        rate, schedule-free ones from the parameter. State that a wrapper adds (Lookahead) is either zeros or a copy,
+        whichever its present values are nearer to.
         """
         numbers = torch.arange(2, dtype=self.parameter.dtype, device=self.parameter.device)
         group = {**self.group, "weight_decay": 0} if "weight_decay" in self.group else self.group  # it is a gradient
@@ -126,10 +127,10 @@ def entries(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> Iterat
                     continue
                 for key, value in state.items():
                     if _follows(optimizer, name, key, value, parameter.shape):
-                        if (name, key) in seen:  # the store has one place for both
+                        if (name, key) in seen:  # the store has one tensor for both
                             raise OptimizerStateError(
                                 f"two optimizers keep {key!r} for {name}, and only one of them can follow the "
-                                f"channels. Give every parameter to one optimizer, or name the layer in `keep`"
+                                f"channels. Pass every parameter to one optimizer only, or name the layer in `keep`"
                             )
                         seen.add((name, key))
                         yield Entry(name, key, state, value, optimizer, group, parameter)
@@ -141,7 +142,7 @@ def held_by(optimizers: Iterable[Optimizer]) -> set[int]:
 
 
 def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a state entry has channels; raises where that cannot be told."""
+    """Whether a state entry has channels; raises an error if its shape does not say."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         if value is None or isinstance(value, Tensor | bool | int | float | str):
             return False
@@ -156,16 +157,16 @@ def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch
 
 
 def first_state(optimizer: Optimizer, group: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
-    """The state that an optimizer makes for some numbers in a step of zero gradient; the optimizer is not changed."""
+    """The state that an optimizer makes for some numbers in a step with zero gradient; the optimizer is not changed."""
     probe = copy.copy(optimizer)
     lone = nn.Parameter(numbers)
     lone.grad = torch.zeros_like(lone)
     probe.param_groups = [{**group, "params": [lone]}]
     probe.state = defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # the probe is nobody's step
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # they count steps of the training
         setattr(probe, hooks, {})
     try:
         probe.step()
-    except Exception:  # a foreign optimizer may want more than a step
+    except Exception:  # other libraries' optimizers may need more preparation than a gradient
         return {}
     return dict(probe.state.get(lone, {}))

@@ -1,7 +1,7 @@
 """Which dense channel each position of a padded network holds, computed from masks on their device.
 
-The shapes of all results depend on the capacity alone, and no value is read on the host, so a CUDA graph can hold the
-computation. Networks without padding have a `Selection` instead, which also serves padded ones on the host.
+This is what `Selection` says on the host (`graph.select(mask, frame)`), for n masks at once. The shapes of all results
+depend on the capacity alone, and no value is read on the host, so a CUDA graph can hold the computation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from slimstart.narrow.capacity import Capacity, first_units, shared_events
 
 @dataclass(frozen=True)
 class Positions:
-    """Which dense channel every position holds, in n networks of one draw.
+    """Which dense channel every position holds, in the n networks of a draw.
 
     Attributes:
-        row: (n, num_positions) int32, the dense index at every position of every axis, -1 for padding.
-        ports: (n, num_port_positions) int32, the same between layers and the streams around them.
-        fits: bool, whether the capacity was enough; otherwise the rest means nothing.
+        row: (n, num_positions) int32, the dense index at every position of every axis, one axis after the other; -1 for
+            padding.
+        ports: (n, num_port_positions) int32, for each channel of a layer with a port its position in the stream, and
+            the other way round; -1 for padding.
+        fits: bool, whether the capacity is enough; if not, `row` and `ports` are meaningless.
     """
 
     row: Tensor
@@ -38,18 +40,18 @@ class Positions:
 
 
 class Placement:
-    """The positions of networks of one capacity; along an axis they are in the order of the dense network.
+    """Computes the positions of networks of one capacity; along an axis they are in the order of the dense network.
 
     Args:
         graph: of the network.
         capacity: of the networks.
-        device: where masks come from.
+        device: of the masks.
 
     Attributes:
         start: for every axis, where its positions begin in `Positions.row`.
-        count: for every axis, how many it has.
-        ports: for every side of every port that is needed, {(layer, is_write): (start of the layer's own positions in
-            `Positions.ports`, how many, start of the stream's, how many)}.
+        count: for every axis, its number of positions.
+        ports: {(layer, is_write): (start, count, stream_start, stream_count)} for every side of a port that is needed:
+            where the layer's channels are in `Positions.ports`, and those of the stream.
     """
 
     def __init__(self, graph: ChannelGraph, capacity: Capacity, device: torch.device) -> None:
@@ -70,7 +72,7 @@ class Placement:
         self._local = torch.cat([*map(torch.arange, lengths), always[None][:0]]).to(device, torch.int32)
         first_index = [sum(lengths[:i]) for i in range(len(lengths))]  # of an axis in `_axis`
 
-        # The shapes of any frame: the first units of every group stand for all.
+        # All networks of this capacity have the same shapes; take those of one of them.
         frame, _, _ = self._happens(first_units(group, size, capacity).to(device)[None])
         present = frame[0].cpu()
         self.count = [int(present[axis].sum()) for axis in axes]
@@ -98,10 +100,10 @@ class Placement:
 
     @staticmethod
     def _needed(port: Port, axes: list[Tensor], present: Tensor, fixed: Tensor) -> bool:
-        """Whether a layer's channels are not, in all draws, just those of the stream."""
+        """Whether in some draw the channels of a layer may differ from those of the stream."""
         live, carried = axes[port.live], axes[port.carried]
-        still = bool(fixed[live].all() & fixed[carried].all())
-        return not (torch.equal(live, carried) or (still and torch.equal(present[live], present[carried])))
+        is_fixed = bool(fixed[live].all() & fixed[carried].all())
+        return not (torch.equal(live, carried) or (is_fixed and torch.equal(present[live], present[carried])))
 
     def __call__(self, kept: Tensor) -> Positions:
         """The positions of these masks.
@@ -115,29 +117,32 @@ class Placement:
         present, real = frame[:, self._axis], happens[:, self._axis]
         position = torch.cumsum(present, 1) - 1
         fits = fits & (position[:, -1:] == self._num_positions - 1).all()
-        # What has no position is written behind the end, which is then cut off.
+        # All shapes are fixed, so channels without a position cannot be left out: they are written to one more entry at
+        # the end, which is then cut off.
         target = torch.where(present, position, self._num_positions).clamp_(max=self._num_positions)
         row = torch.full((len(kept), self._num_positions + 1), -1, dtype=torch.int32, device=self._device)
         row.scatter_(1, target, torch.where(real, self._local, -1))
         row = row[:, :-1].contiguous()
 
+        # The position of each dense channel within its own axis; for a port, looked up on the axis of the other side.
         within = torch.where(real, position - self._start, -1).to(torch.int32)
         held = row[:, self._port_position]
         ports = torch.where(held >= 0, within.gather(1, self._port_other + held.clamp(min=0)), -1)
         return Positions(row, ports, fits)
 
     def frame(self, kept: Tensor) -> Tensor:
-        """(num_events,) bool: everything that has a position in the network of one mask, padding included."""
+        """(num_events,) bool: the events that have a position in the network of one mask, padding included."""
         return self._happens(kept[None])[0][0, :-1]
 
     def _happens(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(n, num_events + 1) bool twice: what has a position, and what is kept; the last is always there.
+        """Events with a position, and events that happen, both (n, num_events + 1) bool; the last always does.
 
-        And (n, num_groups) int64: capacity that is left in each group.
+        And (n, num_groups) int64: the capacity that is left in each group.
         """
         taken = torch.zeros(len(kept), self._units.numel(), dtype=torch.int64, device=self._device)
         spare = self._units - taken.index_add_(1, self._group, kept.long())
-        # Padding takes the first units of a group that were not drawn: the same ones in all groups of a stream.
+        # Padding takes the positions of the first units of a group that were not drawn. The rank of such a unit within
+        # its group is the number of units not drawn before it, less those before its group.
         waiting = (~kept).long()
         before = torch.cumsum(waiting, 1) - waiting
         rank = before - before[:, self._first][:, self._group]

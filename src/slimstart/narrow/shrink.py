@@ -1,6 +1,6 @@
-"""shrink_to(model, state_dict): a dense module becomes as narrow as a state dict, ready to load it.
+"""shrink_to(model, state_dict): make a dense module as narrow as a state dict, and load it.
 
-For networks that are read without a training: in another process, by another program, from a file of plain tensors.
+For networks that are used without a training: in another process, by another program, from a file of plain tensors.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from slimstart.narrow.compact import tensor_names, tensor_places
 from slimstart.narrow.hooks import hooks_in
 
 METADATA = "slimstart"
-"""Where the state dicts of a model in training, and of its optimizer, say which structure they have."""
+"""The key under which the state dicts of a model in training, and of its optimizer, have their structure."""
 
 
 @torch.no_grad()
 def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: Any = None) -> nn.Module:
     """Make a dense module fit a narrow state dict, in place, and load it.
 
-    Tensors get the shapes of the state dict, and integer attributes that count channels follow. Those of PyTorch's own
-    layers are known from the shapes. Others (`num_heads` of an attention block of your own) come with the state dict of
-    a model in training, or are found by tracing the model on `example_inputs`.
+    Tensors get the shapes of the state dict, and integer attributes that count channels are reduced. For PyTorch's own
+    layers they follow from the shapes. Others (`num_heads` of your own attention block) are part of the state dict of a
+    model in training, or are found by tracing the model on `example_inputs`.
 
     Args:
-        model: of the class that was trained, as wide as before training, or as narrow as the state dict already.
+        model: of the class that was trained, dense or already as narrow as the state dict.
         state_dict: of a narrow network; from `finish(plain=True)`, or any other without ports on residual streams.
-        example_inputs: as for `trace`; for models with counting attributes of their own.
+        example_inputs: as for `trace`; needed for models with counting attributes of their own.
 
     Returns:
         The model.
@@ -54,7 +54,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     for name, tensor in tensors.items():
         aliases = [f"{path}.{key}" if path else key for path, key in places[name]]
         values = [state_dict[alias] for alias in aliases if isinstance(state_dict.get(alias), Tensor)]
-        if not values:  # otherwise it is a buffer that is not saved
+        if not values:  # in the state dict it is no tensor, or it is a buffer that is not saved
             problems.extend(f"{alias} is no tensor" for alias in aliases if alias in state_dict)
             continue
         value = wanted[name] = values[0]
@@ -83,12 +83,12 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
 
 
 def _traced(graph: ChannelGraph, wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], int]:
-    """Counting attributes from the sizes of tensors that have the same units, each perhaps more often (heads)."""
+    """Counting attributes from the sizes of tensors with the same units, of which each may have several entries."""
     group = graph.costs.unit_group
     sizes = torch.bincount(group)
 
     def entries(axis: int) -> tuple[int, dict[int, float]]:
-        """How many entries of an axis always stay, and how many each unit of a group has."""
+        """The number of entries of an axis that are always there, and {group: entries per unit} for the others."""
         units = graph.units_along(axis)
         each = torch.bincount(group[units[units >= 0]], minlength=len(sizes)) / sizes
         return int((units < 0).sum()), {int(g): float(each[g]) for g in each.nonzero()}
@@ -119,7 +119,7 @@ def _layer_attributes(path: str, module: nn.Module, shapes: Mapping[str, torch.S
         filters, others = (weight[1], weight[0]) if module.transposed else (weight[0], weight[1])
         dense_filters = module.out_channels // module.groups if module.transposed else module.out_channels
         groups = module.groups
-        if groups > 1:  # whole kernel groups go: those that are left have as many channels as before
+        if groups > 1:  # whole kernel groups are removed: the others have as many channels as before
             groups = others * groups // module.in_channels if module.transposed else filters * groups // dense_filters
         yield "groups", groups
         yield "out_channels", filters * groups if module.transposed else filters

@@ -1,10 +1,10 @@
-"""The state dicts of a narrow model and of its optimizers: each says which structure it has, and can bring it along.
+"""The state dicts of a narrow model and of its optimizers, which contain their structure.
 
 `model.state_dict()` is that of the narrow network, without padding. Its metadata, which PyTorch saves with it, has the
-mask, so `model.load_state_dict` can give the model the structure that the tensors were saved with. An optimizer's state
-dict has the mask too. State of a structure that the model does not have yet is kept until the model has it, so the two
-may be loaded in either order. Both together are enough for evaluation and `finish`; to continue training, the state of
-SparseTraining is needed, which has everything.
+mask, so `model.load_state_dict` can give the model the structure of the saved tensors. An optimizer's state dict has
+the mask too. State of a structure that the model does not have yet is kept until it has, so the two can be loaded in
+either order. They are enough for evaluation and `finish`. To continue training, load the state dict of SparseTraining,
+which has everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ModelState:
 
     Args:
         networks: of the model.
-        change: called with a mask, makes the model its network; before tensors of that structure are loaded.
+        change: called with a mask before tensors of that structure are loaded; makes the model the mask's network.
 
     Attributes:
         names: {any name of a tensor that can shrink: its first name}.
@@ -58,7 +58,7 @@ class ModelState:
         }
 
     def canonical(self, dense: dict[str, Any]) -> dict[str, Tensor]:
-        """Of a dense state dict, the tensors that can shrink, once each under their first name."""
+        """The tensors of a dense state dict that can shrink, once each under their first name."""
         return {self.names[key]: tensor for key, tensor in dense.items() if key in self.names}
 
     def _saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
@@ -89,16 +89,22 @@ class ModelState:
         metadata: dict[str, Any],
         *_: Any,
     ) -> None:
-        """Check everything, take the structure over, and pad what was saved without padding."""
+        """Check everything, change the structure of the model, and pad tensors, which are saved without padding."""
         networks = self._networks
         if metadata.get("assign_to_params_buffers"):
-            raise CheckpointError("`assign=True` would exchange parameters that the training holds; leave it out")
+            raise CheckpointError(
+                "`assign=True` would replace parameters that the training and its optimizer hold; leave it out, and "
+                "values are copied into them"
+            )
         found = metadata.get(METADATA)
         selection = networks.exact_selection
         if found is not None:
             mask = found.get("mask")
             if found.get("structure") != networks.graph.digest or not isinstance(mask, Tensor):
-                raise CheckpointError("the state dict is of another network, coupling or `keep`; nothing was loaded")
+                raise CheckpointError(
+                    "the state dict is of another network, coupling or `keep`; nothing was loaded. Make the "
+                    "SparseTraining as the one whose model was saved"
+                )
             selection = networks.graph.select(mask)
         changes = not torch.equal(selection.mask, networks.exact_selection.mask)
         self._check(state_dict, prefix, selection, changes)
@@ -111,11 +117,11 @@ class ModelState:
                     state_dict[prefix + key] = networks.store.read(Key(name), networks.selection, networks.device)
 
     def _loaded(self, *_: Any) -> None:
-        """Other networks of the present draw have these tensors too."""
+        """Write the loaded tensors to the store, from which references are filled."""
         self._networks.flush()
 
     def _check(self, state_dict: dict[str, Any], prefix: str, selection: Selection, complete: bool) -> None:
-        """Refuse tensors of other shapes; PyTorch sees to names, but another structure needs all of them."""
+        """Refuse tensors of other shapes. PyTorch checks names, but a change of structure needs all tensors."""
         own = self._networks.model.state_dict()
         given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         problems = []
@@ -142,10 +148,10 @@ class PartialLoads:
     Args:
         networks: of the model.
         optimizers: over its parameters.
-        loaded: called with an optimizer that has loaded a state dict, whose settings came with it.
+        loaded: called with an optimizer after it has loaded a state dict, which may have changed its settings.
 
     Attributes:
-        missing: what must be loaded before training goes on.
+        missing: what must be loaded before training can continue.
     """
 
     def __init__(
@@ -154,7 +160,7 @@ class PartialLoads:
         self._networks, self._optimizers, self._after = networks, optimizers, loaded
         self.missing: frozenset[str] = frozenset()
         self._mask: Tensor | None = None  # of the optimizer's state dict that is being loaded
-        # Optimizer state that waits for its structure, and the mask of that.
+        # Optimizer state of a structure that the model does not have yet, and the mask of that structure.
         self._waiting: dict[Tensor, tuple[dict[str, Any], Tensor | None]] = {}
         self._handles = [
             handle
@@ -168,11 +174,11 @@ class PartialLoads:
 
     @property
     def model_alone(self) -> bool:
-        """Whether the model has the structure of its own state dict, which the training does not know."""
+        """Whether the model has loaded the structure of a state dict that the training has not."""
         return "the optimizer" in self.missing
 
     def check(self) -> None:
-        """Refuse to train on.
+        """Refuse to continue training.
 
         Raises:
             RuntimeError: something is missing.
@@ -180,25 +186,26 @@ class PartialLoads:
         if self.missing:
             raise RuntimeError(
                 f"a state dict of another structure was loaded without that of {' and '.join(sorted(self.missing))}. "
-                "To go on training, load the state dict of SparseTraining, which has everything; `finish` works without"
+                "To continue training, load the state dict of SparseTraining, which has everything; `finish` works "
+                "without"
             )
 
     def model_takes(self, change: Change) -> None:
-        """Add to a change: the model gets the structure of a state dict that it is about to load."""
+        """Add to a change that gives the model the structure of a state dict: note what must be loaded now."""
         change.set(self, "missing", self.missing | {"the optimizer", "SparseTraining"})
         change.call(self._hand_out)
 
     def clear(self) -> None:
-        """Everything has been loaded."""
+        """Forget what has been loaded in parts, after everything was loaded."""
         self.missing, self._waiting = frozenset(), {}
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _hand_out(self) -> None:
-        """Give parameters the state that has waited for their structure."""
+        """Give parameters the optimizer state of their present structure, where it was loaded before."""
         mask = self._networks.exact_selection.mask
         for parameter, (state, own) in list(self._waiting.items()):
             if _fits(state, parameter) and (own is None or torch.equal(own, mask)):
@@ -215,7 +222,10 @@ class PartialLoads:
     def _loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         found = state_dict.get(METADATA, {})
         if found.get("structure", self._networks.graph.digest) != self._networks.graph.digest:
-            raise CheckpointError("the optimizer's state dict is of another network, coupling or `keep`")
+            raise CheckpointError(
+                "the optimizer's state dict is of another network, coupling or `keep`; nothing was loaded. Make the "
+                "SparseTraining as the one whose optimizer was saved"
+            )
         self._mask = found.get("mask")
 
     def _loaded(self, optimizer: Optimizer) -> None:

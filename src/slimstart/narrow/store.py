@@ -1,11 +1,10 @@
-"""The store: dense weights, statistics and optimizer state, of which a narrow network holds a part.
+"""The store: dense weights, statistics and optimizer state, of which a narrow network has a part.
 
-A narrow module has the entries that a `Selection` keeps. All others are stored here, with their optimizer state, and
-come back with it. Entries that the module has are stale here until `write` brings them up to date; nothing reads them
-before.
+A narrow module has the entries that a `Selection` keeps. All others are stored here, with their optimizer state, until
+they are used again. Entries that the module has are out of date here until `write`; nothing reads them before.
 
-The store takes the dense model's tensors over and copies nothing, so weights exist once. It is on the model's device,
-or on the host: then narrow tensors cross the bus at a change of structure, and only then.
+The store takes over the dense model's tensors without a copy, so weights exist once. It is on the model's device or on
+the host; then narrow tensors are transferred at a change of structure only.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ class Store:
     """Dense tensors by key.
 
     Args:
-        tensors: dense weights and statistics by name; taken over, not copied.
-        host: keep everything on the host, wherever narrow networks are.
+        tensors: dense weights and statistics by name; not copied.
+        host: keep everything on the host, whatever the device of narrow networks.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], host: bool = False) -> None:
-        # `detach` would share a parameter's version counter, so that a write here would spoil the model's backward.
+        # `detach` would share a parameter's version counter, so that a write here would invalidate the model's graph.
         self._dense = {Key(name): tensor.data for name, tensor in tensors.items()}
         self.host = host
 
@@ -59,7 +58,7 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
-        """What the dense tensors take."""
+        """The size of all dense tensors."""
         return sum(dense.numel() * dense.element_size() for dense in self._dense.values())
 
     def copy(self) -> Store:
@@ -74,14 +73,14 @@ class Store:
         """Bring the dense tensor up to date with its narrow part.
 
         Args:
-            start: what entries hold that have never been in a network, for state that the optimizer has just made; None
-                for the parameter's own values.
+            start: initial value of entries that no network has had yet, for state that the optimizer has just made;
+                None for the parameter's own values.
         """
         dense = self.like(key, narrow, start)
         selection.scatter_(key.name, dense, narrow.to(dense.device))
 
     def like(self, key: Key, narrow: Tensor, start: float | None = 0.0) -> Tensor:
-        """The dense tensor, of the type, device and memory layout of its narrow part, which a user may have moved."""
+        """The dense tensor, made or converted to the type, device and memory order of its narrow part if necessary."""
         device = torch.device("cpu") if self.host else narrow.device
         if key not in self._dense:
             weights = self._dense[Key(key.name)]

@@ -1,13 +1,13 @@
-"""The one thing that a narrow network has and the dense one has not: a layer on a stream that is wider than the layer.
+"""Ports: the one part of a narrow network that the dense one does not have, for layers narrower than their stream.
 
 Under filter coupling every filter has its own mask, also where several layers write into one residual stream. The
-stream then carries the union of what its writers keep. A layer on it reads the channels that are live at its place and
-writes its own among zeros:
+stream then has the union of the channels that its writers keep. A layer reads the channels that are live where it is,
+and writes its own among zeros:
 
     y = zeros(stream width);  y[write] = layer(x[read])
 
-`StreamPort` is a mixin that adds just that around the forward of a PyTorch layer; parameters keep their names, and the
-layer is still a `Conv2d`. `finish(..., plain=True)` does without, at the price of rows of zeros.
+`StreamPort` is a mixin that adds this around the forward of a PyTorch layer; parameters keep their names, and the layer
+is still a `Conv2d`. `finish(..., plain=True)` removes ports, and layers get rows of zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ BUFFERS = ("stream_read", "stream_write", "stream_read_back", "stream_write_back
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a port: for every channel of the layer its place in the stream, and perhaps the other way round."""
+    """One side of a port.
+
+    Attributes:
+        index: for every channel of the layer, its position in the stream; -1 for padding.
+        back: for every channel of the stream, its position in the layer, or -1. Needed if there is padding.
+    """
 
     index: Tensor
     back: Tensor | None = None
@@ -37,7 +42,7 @@ class StreamPort(nn.Module):
 
     Attributes:
         stream_read: indices of the channels that the layer reads, None for all.
-        stream_write: where in the stream the layer's outputs go, None for everywhere.
+        stream_write: positions of the layer's outputs in the stream, None for all.
         stream_read_back, stream_write_back: for every channel of the stream, which of the layer's it is, or -1. With
             them, indices may be -1 too (padding, which reads nothing and writes nothing), and a GPU needs one
             kernel each way; without them, plain operations that every exporter knows do the work.
@@ -73,7 +78,7 @@ class StreamPort(nn.Module):
         return stream.index_copy(dim, self.stream_write, y)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made on the fly: pickle and deepcopy rebuild it from the layer's own.
+        # The class is created at run time: pickle and deepcopy rebuild it from the layer's own class.
         return _rebuild, (type(self).__mro__[2],), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
@@ -93,7 +98,7 @@ def _rebuild(layer: type[nn.Module]) -> nn.Module:
 
 
 def open_port(layer: nn.Module) -> None:
-    """Give a layer a port, in place, that for now reads and writes everything; a port that is there stays."""
+    """Give a layer a port that reads and writes everything, in place; a layer that has one is not changed."""
     if isinstance(layer, StreamPort):
         return
     layer.__class__ = ported(type(layer))
@@ -104,7 +109,7 @@ def open_port(layer: nn.Module) -> None:
 
 
 def set_port(layer: nn.Module, read: Side | None, write: Side | None, width: int, dims: Dims) -> None:
-    """Point the port of a layer at channels of the streams around it: where each of the layer's is, None for all."""
+    """Set which channels of the streams around it a layer reads and writes; None for all."""
     device = next((t.device for t in layer.parameters(recurse=False)), torch.device("cpu"))
     for name, side in (("stream_read", read), ("stream_write", write)):
         index, back = (side.index, side.back) if side is not None else (None, None)
@@ -115,12 +120,12 @@ def set_port(layer: nn.Module, read: Side | None, write: Side | None, width: int
 
 
 def backwards(index: Tensor, width: int) -> Tensor:
-    """For every channel of a stream of this width, where it is in `index`, or -1."""
+    """For every channel of a stream of this width, its position in `index`, or -1."""
     return index.new_full((width,), -1).index_copy(0, index, torch.arange(index.numel(), device=index.device))
 
 
 def close_port(layer: nn.Module) -> None:
-    """Take the port away again, in place."""
+    """Remove the port of a layer, in place."""
     if isinstance(layer, StreamPort):
         for name in BUFFERS:
             layer._buffers.pop(name)

@@ -1,9 +1,9 @@
-"""Proof that a slice is right: the narrow network equals the masked dense one.
+"""Verification: narrow networks are compared with masked dense ones.
 
-The comparison knows nothing of how the graph was found. It takes a copy of the model with randomised parameters and
-statistics (a fresh network hides errors: zero-initialised normalisation weights, default rows), draws uneven masks, and
-compares outputs, gradients and statistics of `compact(model, selection)` with those of the same model in which
-everything that the selection drops is zero, in training and in evaluation mode, in float64.
+The comparison does not depend on how the graph was found. It takes a copy of the model with random parameters and
+statistics (newly initialised ones hide errors, such as normalisation weights of zero), draws uneven masks, and compares
+outputs, gradients and statistics of `compact(model, selection)` with those of the same model in which everything that
+the selection drops is zero, in training and in evaluation mode, in float64.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Report:
     """The outcome of `verify`.
 
     Attributes:
-        max_error: the largest difference, relative to the largest value of the tensor it was found in (at least 1).
-        worst: where it was found.
-        num_comparisons: how many tensors were compared.
-        graph: the graph that was proven.
+        max_error: the largest difference, relative to the largest value of its tensor (at least 1).
+        worst: the tensor with this difference.
+        num_comparisons: the number of tensors that were compared.
+        graph: the graph that was verified.
     """
 
     max_error: float
@@ -64,11 +64,11 @@ def verify(
         example_inputs: inputs of the model.
         coupling: "stream" or "filter".
         keep: names of modules or parameters that are not narrowed.
-        num_masks: how many random masks to try, in both modes.
+        num_masks: number of random masks, each in both modes.
         seed: of masks and random parameters.
 
     Raises:
-        TraceError: where a narrow network is not what it must be.
+        TraceError: a narrow network differs from the masked dense one.
     """
     graph = trace(model, example_inputs, coupling, keep)
     return prove(model, graph, example_inputs, num_masks=num_masks, layers=graph.layers, seed=seed)
@@ -102,14 +102,17 @@ def prove(
         try:
             dense, narrow = masked(model, selection), compact(model, selection)
         except Exception as failure:
-            raise TraceError(f"mask {number} cannot be cut out: {type(failure).__name__}: {failure}") from failure
+            raise TraceError(
+                f"mask {number} cannot be cut out: {type(failure).__name__}: {failure}; name the layers concerned in "
+                "`keep`, and their channels are not removed"
+            ) from failure
         for training in (False, True):
             name = f"mask {number}, {'training' if training else 'evaluation'} mode"
             differentiable = gradients
             with _watching_unread(dense, selection) as unread:
                 reference = _run(dense, inputs, training, differentiable)
-                # Some layers have no backward in evaluation mode. (In training mode a second forward would have moved
-                # the statistics twice.)
+                # Some layers have no backward in evaluation mode; compare outputs only. (In training mode a second
+                # forward would update the statistics twice.)
                 if isinstance(reference, Exception) and gradients and not training:
                     differentiable = False
                     reference = _run(dense, inputs, training, differentiable)
@@ -118,7 +121,10 @@ def prove(
                     raise TraceError(f"the dense network itself fails: {reference}") from reference
                 continue  # batch statistics of a single value: nothing to compare
             if any(bool(t.isnan().any()) for t in reference.outputs):
-                raise TraceError(f"the dense network's output is NaN ({name}): nothing can be proven")
+                raise TraceError(
+                    f"the dense network's output is NaN ({name}), so there is nothing to compare; try other "
+                    "`example_inputs`"
+                )
             found = _run(narrow, inputs, training, differentiable)
             if isinstance(found, Exception):
                 raise TraceError(f"the narrow network fails ({name}): {type(found).__name__}: {found}") from found
@@ -130,7 +136,7 @@ def prove(
     if not report.max_error <= TOLERANCE.get(dtype, 1e-1):
         raise TraceError(
             f"the narrow network is not the masked dense one: {worst} differs by {report.max_error:.2g}; "
-            "name the layers concerned in `keep` to leave them whole"
+            "name the layers concerned in `keep`, and their channels are not removed"
         )
     return report
 
@@ -138,7 +144,7 @@ def prove(
 def trace_verified(
     model: nn.Module, example_inputs: Any, coupling: str = "stream", keep: Iterable[str] = ()
 ) -> ChannelGraph:
-    """Trace a model, and leave whole every group that cannot be proven right, with the reason."""
+    """Trace a model, and make every group not prunable that fails the comparison, with the reason."""
     without: list[tuple[str, str]] = []
     keep = [keep] if isinstance(keep, str) else list(keep)
     while True:
@@ -147,14 +153,14 @@ def trace_verified(
         if not failed:
             return graph
         for group, reason in failed:
-            logger.warning("%s is left whole: %s", group.name, reason)
+            logger.warning("%s is not prunable: %s", group.name, reason)
             without += [(layer, reason) for layer in group.layers]
 
 
 def _failing(
     model: nn.Module, graph: ChannelGraph, example_inputs: Any, groups: Sequence[ChannelGroup]
 ) -> list[tuple[ChannelGroup, str]]:
-    """The groups that make a narrow network wrong, found by halving."""
+    """The groups that make a narrow network differ, found by bisection."""
     if not groups:
         return []
     try:
@@ -167,7 +173,7 @@ def _failing(
             *_failing(model, graph, example_inputs, groups[:half]),
             *_failing(model, graph, example_inputs, groups[half:]),
         ]
-        # Each half may be right alone and wrong with the other: then neither is trusted.
+        # Each half may be right and both together wrong: then all of them are refused.
         return failed or [(group, f"its slices could not be proven right: {error}") for group in groups]
     return []
 
@@ -181,15 +187,15 @@ def _prepared(
     def double(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    twin, twin_inputs = copy.deepcopy(model).double(), tree_map(double, inputs)
-    _randomise(twin, graph, generator)
-    if isinstance(_run(twin, twin_inputs, training=False, gradients=False), Exception):
-        twin, twin_inputs = copy.deepcopy(model), inputs
-        _randomise(twin, graph, generator)
-    outcome = _run(twin, twin_inputs, training=False, gradients=False)
+    copied, own_inputs = copy.deepcopy(model).double(), tree_map(double, inputs)
+    _randomise(copied, graph, generator)
+    if isinstance(_run(copied, own_inputs, training=False, gradients=False), Exception):
+        copied, own_inputs = copy.deepcopy(model), inputs
+        _randomise(copied, graph, generator)
+    outcome = _run(copied, own_inputs, training=False, gradients=False)
     if not isinstance(outcome, Exception) and any(bool(t.isnan().any()) for t in outcome.outputs):
-        twin = copy.deepcopy(model).to(_dtype(twin))  # random parameters are nonsense here, and NaN proves nothing
-    return twin, twin_inputs
+        copied = copy.deepcopy(model).to(_dtype(copied))  # not with random parameters, which give NaN
+    return copied, own_inputs
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -198,7 +204,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 @torch.no_grad()
 def _randomise(model: nn.Module, graph: ChannelGraph, generator: torch.Generator) -> None:
-    """Parameters, and buffers with channels, get values that hide nothing: matrices of unit gain, vectors about 1."""
+    """Set parameters and buffers with channels to random values: matrices of unit gain, vectors around 1."""
     for name, tensor in tensor_names(model).items():
         if tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or name in graph.tensors):
             values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
@@ -210,7 +216,7 @@ def _randomise(model: nn.Module, graph: ChannelGraph, generator: torch.Generator
 
 
 def _uneven_mask(graph: ChannelGraph, groups: Sequence[ChannelGroup], generator: torch.Generator) -> Tensor:
-    """Every group with a keep ratio of its own; at least one unit goes wherever one can."""
+    """A mask with another keep ratio for every group; at least one unit is dropped wherever one can be."""
     mask = torch.ones(graph.num_units, dtype=torch.bool)
     for group in groups:
         ratio = 0.2 + 0.5 * torch.rand((), generator=generator)
@@ -255,7 +261,7 @@ def _run(model: nn.Module, inputs: Any, training: bool, gradients: bool) -> _Out
 def _differences(
     selection: Selection, dense: nn.Module, narrow: nn.Module, reference: _Outcome, found: _Outcome
 ) -> Iterator[tuple[str, float]]:
-    """Where two runs were compared, and by how much they differ."""
+    """Names and differences of all tensors of two runs."""
     for index, (expected, actual) in enumerate(zip(reference.outputs, found.outputs, strict=True)):
         yield f"output {index}", _error(expected, actual)
     for name, gradient in reference.gradients.items():
@@ -270,17 +276,18 @@ def _differences(
 
 @contextmanager
 def _watching_unread(dense: nn.Module, selection: Selection) -> Iterator[list[tuple[str, float]]]:
-    """Whether layers on a stream leave unread only what is dropped.
+    """Check that the channels of a stream that a layer does not read are dropped ones.
 
-    The masked network has zeros in the columns of every reader, so it agrees with a reader that misses a live channel.
-    But a channel that nobody writes is zero, or what the operations within it make of a zero: the same everywhere.
+    Outputs alone do not show it: the masked network has zeros in the reader's columns for these channels, so it agrees
+    with a reader that misses a live channel. But a dropped channel has the same value at every entry: zero, or what
+    pointwise operations make of zero.
     """
     found: list[tuple[str, float]] = []
 
     def watch(name: str, port: Port, layer: nn.Module, args: tuple[Any, ...]) -> None:
         unread = (~selection.present(port.live)).nonzero().squeeze(1)
         if args[0].shape[port.dim] != selection.present(port.live).numel():
-            found.append((f"the stream before {name}", float("inf")))
+            found.append((f"the width of the stream before {name}", float("inf")))
         elif unread.numel():
             channels = (
                 args[0].detach().index_select(port.dim, unread.to(args[0].device)).movedim(port.dim, 0).flatten(1)
@@ -312,7 +319,7 @@ def _error(expected: Tensor, actual: Tensor) -> float:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout draws one number per entry, so two widths would draw different ones: leave it out."""
+    """Skip dropout, which draws one number per entry, so that two widths would get different ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
