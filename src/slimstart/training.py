@@ -41,7 +41,7 @@ from slimstart.distributed.process_group import (
 from slimstart.errors import CheckpointError, TraceError
 from slimstart.flop_counter import flops as count_flops
 from slimstart.graph import ChannelGraph
-from slimstart.io import checkpoints
+from slimstart.io import checkpoints, training_state
 from slimstart.narrow import Executed, is_pretrained, recalibrate, suit_, trace_verified
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.optimizer_state import held_by, unwrapped
@@ -541,7 +541,7 @@ class SparseTraining(Stepping):
         self._loads.check()  # a resumed training could not be trained either
         self._check(wait=True)
         structure = self._structure
-        return checkpoints.training_state(
+        return training_state.state_dict_of(
             self._networks,
             self._optimizers,
             self._model_state,
@@ -559,18 +559,18 @@ class SparseTraining(Stepping):
         self._structure.transaction.recover()
         if self._finished:
             raise CheckpointError("this training is finished; make a new SparseTraining to resume another one")
-        with checkpoints.reporting_misfits():
-            saved = checkpoints.checked(state, self._networks, self._optimizers, self._model_state)
+        with training_state.reporting_misfits():
+            saved = training_state.checked(state, self._networks, self._optimizers, self._model_state)
             trial = self.policy.start(self.graph.costs, self._budget, self._total_steps)
-            checkpoints.check_masks(saved, trial.num_masks, self._structure.gradients is None)
+            training_state.check_masks(saved, trial.num_masks, self._structure.gradients is None)
             trial.load_state_dict(saved.policy)
-            change = checkpoints.prepare(saved, self._networks, self._optimizers)
+            change = training_state.prepare(saved, self._networks, self._optimizers)
         change.call(self.learner.load_state_dict, saved.policy)
         change.call(self._loaded, saved)
         change.call(torch.set_rng_state, saved.random)
         self._structure.commit(change, Progress(saved.num_steps, saved.held_steps, saved.settled))
 
-    def _loaded(self, saved: checkpoints.Saved) -> None:
+    def _loaded(self, saved: training_state.Saved) -> None:
         self._loads.clear()
         self._structure.num_unreported = 0
         self._structure.drawing.end()

@@ -24,7 +24,7 @@ from torch.optim import (
 )
 
 import slimstart
-from slimstart.io.checkpoints import dense_state
+from slimstart.io.training_state import dense_state
 from slimstart.narrow import Change, Networks
 from slimstart.policies import EqualWorthSearch
 from tests import network_reference as reference

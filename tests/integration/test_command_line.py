@@ -250,7 +250,7 @@ def test_a_network_too_large_for_the_host_is_refused_with_numbers(
     monkeypatch.setattr("slimstart.steps.host_memory.free_on_host", lambda: 0)
     status, _, errors = slimstart("train", *TINY, "--full-model-device", "cpu")
     assert status == 1
-    assert re.match(r"error: this network cannot be held dense: \S+ MiB are still needed .* narrower.*state\n$", errors)
+    assert re.match(r"error: the dense model does not fit on the host: it needs \S+ MiB more, .*state\n$", errors)
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

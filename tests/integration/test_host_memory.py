@@ -206,8 +206,8 @@ def test_needs_are_counted_from_shapes(optimizer: Any, per_weight: int) -> None:
     assert memory.estimate(model, made, Channels(0.5)).subnet == needs.subnet  # of inputs and of outputs
     assert memory.estimate(model, made, Flops(0.5)).subnet == 2 * needs.subnet
     assert memory.estimate(model, made).subnet == 4 * needs.subnet
-    assert needs.proof == 2 * 8 * weights  # two copies in float64
-    assert needs.host == needs.weights + max(needs.state, needs.proof)
+    assert needs.verification == 2 * 8 * weights  # two copies in float64
+    assert needs.host == needs.weights + max(needs.state, needs.verification)
     assert not made.state, "nothing was made"
 
 
@@ -218,7 +218,7 @@ def test_a_network_that_does_not_fit_is_refused_before_it_is_built(monkeypatch: 
     monkeypatch.setattr(memory, "free_on_host", lambda: 10**9)
     with pytest.raises(
         MemoryError,
-        match=r"cannot be held dense: 3\d{3}\.\d+ GiB are still needed on the host and 0.93 GiB are free.*"
+        match=r"does not fit on the host: it needs 3\d{3}\.\d+ GiB more, and 0.93 GiB are free.*"
         r"dense weights 7\d{2}\.\d+ GiB and optimizer state 7\d{2}\.\d+ GiB",
     ):
         SparseTraining(model, optimizer, torch.zeros(1, 3, 32, 32), Flops(0.05), full_model_device="cpu")
@@ -233,7 +233,7 @@ def test_networks_that_do_not_fit_on_the_device_are_refused(monkeypatch: pytest.
     with FakeTensorMode():
         example = torch.zeros(1, 1, 8, 8, device="cuda")
     with pytest.raises(
-        MemoryError, match=r"about 0.0\d MiB are needed on cuda.*, without activations, and 0.00 MiB are"
+        MemoryError, match=r"do not fit on cuda.*: they need about 0.0\d MiB without activations, and 0.00 MiB are"
     ):
         SparseTraining(model, OPTIMIZERS["sgd"](model.parameters()), example, Flops(0.5), full_model_device="cpu")
 

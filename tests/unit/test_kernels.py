@@ -343,7 +343,7 @@ def test_tensors_of_two_kinds_are_refused(narrow, found):
 
 
 def test_a_size_that_differs_where_nothing_is_cut_is_refused():
-    with pytest.raises(ValueError, match="dimension 1 of `dense` is 4 and of `narrow` 2; only one that is cut may"):
+    with pytest.raises(ValueError, match="dimension 1 of `dense` is 4 and of `narrow` 2; only narrowed ones may"):
         Move(MATRIX, torch.empty(2, 2), {0: 0})
 
 
@@ -536,7 +536,7 @@ def test_a_cpu_uses_triton_only_to_interpret_it():
 def test_without_triton_torch_is_used_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert not backend._builds_for.__wrapped__(torch.device("cuda", 0))
-    assert "Triton builds no kernels for cuda:0, so plain torch does their work" in caplog.text
+    assert "Triton compiles no kernels for cuda:0, so plain torch is used" in caplog.text
 
 
 @pytest.mark.slow

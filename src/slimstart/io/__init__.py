@@ -1,4 +1,6 @@
-"""Files: training state (`checkpoints`), finished networks (`network_files`), ONNX and torch.export (`export`).
+"""Files: checkpoints of a training, finished networks, ONNX and torch.export.
 
-`atomic` writes a file as a whole or not at all. Open `checkpoints.py` for the format of a training's state.
+Open `training_state.py` first: the contents of a training's state dict. `checkpoints.py` writes and reads its file,
+`network_files.py` saves finished networks, `export.py` is for other programs. `atomic.py` writes a file completely or
+not at all.
 """

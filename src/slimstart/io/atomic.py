@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, never half of either, whenever the machine stops."""
+"""Atomic writes: after a crash at any moment a file has its old content or its new one, never a part of either."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
-    """Put `content` in the place of whatever `path` holds; if that fails, `path` is as before."""
+    """Replace the content of a file; if that fails, the file is unchanged."""
 
     def put(file: BinaryIO) -> None:
         file.write(content)
@@ -18,7 +18,7 @@ def write(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], None]) -> None:
-    """The same, for content that `put` writes piece by piece into the open file."""
+    """Replace the content of a file by what `put` writes into it piece by piece."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -30,5 +30,5 @@ def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], None]) ->
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None:
-            error.filename = str(path)  # not the partial file, and a full disk names none at all
+            error.filename = str(path)  # instead of the partial file, or of none if the disk is full
         raise

@@ -1,41 +1,27 @@
-"""Files of training state: atomic, checksummed, read without executing code, checked before anything changes.
+"""Checkpoint files: written atomically, with a checksum, and read without executing code.
 
-A file is what `torch.save` writes, with a checksum of it behind the end, which `torch.load` does not mind.
+A file is the output of `torch.save` followed by its checksum, which `torch.load` ignores.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from slimstart.errors import CheckpointError
 from slimstart.io import atomic
-from slimstart.narrow import Capacity, Change, Key, Networks, Store
-from slimstart.narrow.shrink import METADATA
-from slimstart.narrow.state_dicts import ModelState
-
-FORMAT = "slimstart.training/2"
-_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "capacity", "pending"}
-_KEYS |= {"policy", "model", "optimizers", "random"}
-_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # a scheduler's, in groups
 
 _SEAL = b"\nslimstart blake2b "
 _DIGEST_SIZE = 32
 _CHUNK = 1 << 22
 
 
-class _Sealing:
-    """A file that remembers the checksum of what goes through it."""
+class _Hashing:
+    """A file that computes the checksum of what is written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -48,48 +34,48 @@ class _Sealing:
     def flush(self) -> None:
         self._file.flush()
 
-    def seal(self) -> None:
+    def write_checksum(self) -> None:
         self._file.write(_SEAL + self._hash.hexdigest().encode())
 
 
 def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state dict; a file of that name is either the old one or the new one, never half of either.
+    """Write a state dict to a file, atomically.
 
     Raises:
-        CheckpointError: the disk is full, or the folder cannot be written to; the old file is still there.
+        CheckpointError: the disk is full, or the folder is not writable; an older file of that name is unchanged.
     """
 
     def put(file: BinaryIO) -> None:
-        sealing = _Sealing(file)
-        torch.save(dict(state), sealing)  # type: ignore[arg-type]  # any object with `write` will do
-        sealing.seal()
+        hashing = _Hashing(file)
+        torch.save(dict(state), hashing)  # type: ignore[arg-type]  # any object with `write` is fine
+        hashing.write_checksum()
 
     try:
         atomic.write_with(path, put)
-    except (OSError, RuntimeError) as error:  # PyTorch's writer wraps what the disk says in a RuntimeError
+    except (OSError, RuntimeError) as error:  # PyTorch's writer wraps an OSError in a RuntimeError
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(f"{os.fspath(path)!r} cannot be written: {cause}") from error
 
 
 def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Read what `write` wrote.
+    """Read a file that `write` wrote.
 
     Raises:
-        CheckpointError: the file is missing, truncated, altered, or not of tensors and plain values.
+        CheckpointError: the file is missing, truncated, altered, or holds more than tensors and plain values.
     """
     try:
         with open(path, "rb") as file:
-            _check_seal(file)
+            _check_checksum(file)
             file.seek(0)
             state: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except MemoryError:  # no fault of the file's
+    except MemoryError:  # the file may be fine
         raise
     except Exception as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be read as a checkpoint: {error}") from error
     return state
 
 
-def _check_seal(file: BinaryIO) -> None:
+def _check_checksum(file: BinaryIO) -> None:
     length = len(_SEAL) + 2 * _DIGEST_SIZE
     remaining = file.seek(0, os.SEEK_END) - length
     file.seek(max(remaining, 0))
@@ -101,273 +87,4 @@ def _check_seal(file: BinaryIO) -> None:
         found.update(chunk)
         remaining -= len(chunk)
     if seal != _SEAL + found.hexdigest().encode():
-        raise ValueError("its checksum is wrong: it is truncated, altered, or no checkpoint of slimstart")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A state dict that was checked, with tensors of its own."""
-
-    num_steps: int
-    held_steps: int
-    settled: bool
-    masks: Tensor
-    pending: Tensor | None
-    capacity: Capacity | None
-    policy: dict[str, Any]
-    store: Store
-    others: dict[str, Tensor]  # of the model, what cannot shrink
-    optimizers: list[dict[str, Any]]
-    random: Tensor
-
-
-def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
-    """The state dict that an optimizer would have with all channels; a copy. The store must be up to date."""
-    found = {key: value for key, value in copy.deepcopy(optimizer.state_dict()).items() if key != METADATA}
-    for index, parameter in enumerate(_parameters(optimizer)):
-        name = networks.name_of(parameter)
-        for key, value in found["state"].get(index, {}).items():
-            if name is not None and isinstance(value, Tensor) and value.dim() > 0:
-                found["state"][index][key] = networks.store[Key(name, key)].clone()
-    return found
-
-
-def training_state(
-    networks: Networks,
-    optimizers: Sequence[Optimizer],
-    model_state: ModelState,
-    *,
-    num_steps: int,
-    held_steps: int,
-    settled: bool,
-    pending: Tensor | None,
-    policy: dict[str, Any],
-) -> dict[str, Any]:
-    """The state dict of a training.
-
-    Args:
-        num_steps, held_steps, settled: progress of the training.
-        pending: masks that have been drawn for the next window.
-        policy: state dict of the learner.
-    """
-    capacity = networks.capacity
-    return {
-        "format": FORMAT,
-        "coupling": networks.graph.coupling,
-        "structure": networks.graph.digest,
-        "num_steps": num_steps,
-        "held_steps": held_steps,
-        "settled": settled,
-        "masks": networks.masks.to("cpu", copy=True),
-        "capacity": None if capacity is None else {"units": capacity.units, "streams": capacity.streams},
-        "pending": pending,
-        "policy": policy,
-        "model": model_state.dense(),
-        "optimizers": [dense_state(one, networks) for one in optimizers],
-        "random": torch.get_rng_state(),
-    }
-
-
-def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], model_state: ModelState) -> Saved:
-    """Read a state dict of a training.
-
-    Raises:
-        CheckpointError: it is not one, or not of this network and these optimizers.
-    """
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        seen = state.get("format") if isinstance(state, Mapping) else type(state).__name__
-        raise CheckpointError(f"this is no state dict of SparseTraining: 'format' is {seen!r}, and must be {FORMAT!r}")
-    if missing := sorted(_KEYS - state.keys()):
-        raise CheckpointError(f"the state dict lacks {', '.join(missing)}; it is incomplete")
-    if unknown := sorted(map(str, state.keys() - _KEYS)):
-        raise CheckpointError(f"the state dict has {', '.join(unknown)} too; it was written by another version")
-    graph = networks.graph
-    for key, own in (("coupling", graph.coupling), ("structure", graph.digest)):
-        if state[key] != own:
-            raise CheckpointError(
-                f"the state dict has {key}={state[key]!r}, this training {own!r}: other network, policy or `keep`"
-            )
-    for key in ("num_steps", "held_steps"):
-        if type(state[key]) is not int or state[key] < 0:
-            raise CheckpointError(f"the state dict has {key}={state[key]!r}, which is no number of steps")
-    for key, kind in (("settled", bool), ("policy", Mapping), ("model", Mapping)):
-        if not isinstance(state[key], kind):
-            raise CheckpointError(f"the state dict's {key} is no {kind.__name__}")
-    dense = {name: networks.store[Key(name)] for name in graph.tensors}
-    own_tensors = networks.model.state_dict()
-    names = model_state.names
-    wanted = {key: dense[names[key]].shape if key in names else tensor.shape for key, tensor in own_tensors.items()}
-    if _shapes(state["model"]) != wanted:
-        raise CheckpointError("the state dict's model has other tensors or shapes than this one")
-    for key, tensor in own_tensors.items():
-        found = state["model"][key]
-        if found.dtype != tensor.dtype and not (found.is_floating_point() and tensor.is_floating_point()):
-            raise CheckpointError(f"the state dict has {key} in {found.dtype}, the model in {tensor.dtype}")
-    for what, masks in (("masks", state["masks"]), ("pending", state["pending"])):
-        if masks is None and what == "pending":
-            continue
-        fine = isinstance(masks, Tensor) and masks.dtype == torch.bool and masks.dim() == 2 and len(masks) > 0
-        if not fine or masks.shape[1] != graph.num_units:
-            raise CheckpointError(f"the state dict's {what} do not fit the network")
-    random = state["random"]
-    torch.Generator().set_state(random.cpu())  # raises where it is no state of a generator
-    store = Store(
-        {
-            name: value.to("cpu" if networks.store.host else dense[name].device, dense[name].dtype, copy=True)
-            for name, value in model_state.canonical(state["model"]).items()
-        },
-        networks.store.host,
-    )
-    others = {key: value.clone() for key, value in state["model"].items() if key not in names}
-    return Saved(
-        state["num_steps"],
-        state["held_steps"],
-        state["settled"],
-        state["masks"].clone(),
-        None if state["pending"] is None else state["pending"].clone(),
-        _capacity(state["capacity"], networks),
-        copy.deepcopy(dict(state["policy"])),
-        store,
-        others,
-        _checked_optimizers(state["optimizers"], optimizers, networks),
-        random.cpu().clone(),
-    )
-
-
-def check_masks(saved: Saved, num_masks: int, learns_from_losses: bool) -> None:
-    """See whether there are as many masks as a learner draws, and whether some wait exactly where they should.
-
-    Raises:
-        CheckpointError: they do not.
-    """
-    rows, waits = len(saved.masks), learns_from_losses and not saved.settled and saved.held_steps > 0
-    if rows != num_masks and not (saved.settled and rows == 1):
-        raise CheckpointError(f"the state dict has {rows} masks, and this policy draws {num_masks}")
-    if (saved.pending is not None) != waits or (saved.pending is not None and len(saved.pending) != num_masks):
-        raise CheckpointError("the state dict's pending masks do not fit its steps since the last draw")
-
-
-def _capacity(saved: Any, networks: Networks) -> Capacity | None:
-    if saved is None or not networks.can_pad:  # of a training without padding, or for one
-        return None
-    if not isinstance(saved, Mapping):
-        raise CheckpointError("the state dict's capacity is no mapping")
-    found = Capacity(saved["units"].clone(), saved["streams"].clone())
-    groups, events = len(networks.graph.groups), len(networks.graph.costs.events)
-    fine = found.units.dtype == torch.int64 and found.streams.dtype == torch.bool
-    if not fine or found.units.shape != (groups,) or found.streams.shape != (events,):
-        raise CheckpointError("the state dict's capacity does not fit the network")
-    return found
-
-
-def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: Networks) -> list[dict[str, Any]]:
-    if not isinstance(saved, list) or len(saved) != len(optimizers):
-        raise CheckpointError(f"the state dict does not have the state of {len(optimizers)} optimizer(s)")
-    for one, optimizer in zip(saved, optimizers, strict=True):
-        if not isinstance(one, Mapping):
-            raise CheckpointError("the state dict's optimizer is no mapping")
-        if missing := sorted({"state", "param_groups"} - one.keys()):
-            raise CheckpointError(f"the state dict's optimizer lacks {', '.join(missing)}; it is incomplete")
-        groups = one["param_groups"]
-        if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-            raise CheckpointError("the state dict's optimizer has no list of parameter groups")
-        if _groups(one) != _groups({"param_groups": optimizer.param_groups}):
-            raise CheckpointError("the state dict's optimizer is of another kind, or has other parameter groups")
-        for own, group in zip(optimizer.param_groups, one["param_groups"], strict=True):
-            for key in own.keys() & group.keys() - {"params"}:
-                flags = key in ("foreach", "fused") and all(
-                    _kind(one) in (None, bool) for one in (own[key], group[key])
-                )
-                if _kind(own[key]) != _kind(group[key]) and not flags:
-                    raise CheckpointError(f"the state dict's optimizer has {key}={group[key]!r}, this {own[key]!r}")
-        parameters = _parameters(optimizer)
-        if [index for group in one["param_groups"] for index in group["params"]] != list(range(len(parameters))):
-            raise CheckpointError("the state dict's optimizer has its parameters in another order")
-        _check_alike(one["state"], optimizer)
-        for index, entries in one["state"].items():
-            name = networks.name_of(parameters[index])
-            shape = parameters[index].shape if name is None else networks.store[Key(name)].shape
-            for key, value in entries.items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
-                    raise CheckpointError(
-                        f"the state dict's optimizer has {key!r} of shape {tuple(value.shape)} for a parameter of "
-                        f"shape {tuple(shape)}"
-                    )
-    return [copy.deepcopy(dict(one)) for one in saved]
-
-
-@contextmanager
-def reporting_misfits() -> Iterator[None]:
-    """Turn every error in the block into a `CheckpointError`: a state dict from elsewhere may hold anything."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"the state dict does not fit this training: {error}") from error
-
-
-@torch.no_grad()
-def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -> Change:
-    """The change to the saved networks and optimizer state."""
-    change = networks.prepare(saved.masks, None, store=saved.store, capacity=saved.capacity)
-    own = networks.model.state_dict(keep_vars=True)
-    for key, value in saved.others.items():
-        change.copy(own[key], value.to(own[key].device, own[key].dtype))
-    selection = networks.selection_of(saved.masks, saved.capacity)
-    for optimizer, one in zip(optimizers, saved.optimizers, strict=True):
-        for group, values in zip(optimizer.param_groups, one["param_groups"], strict=True):
-            for key, value in values.items():
-                if key != "params":
-                    change.put(group, key, value)
-        state: dict[Any, dict[str, Any]] = defaultdict(dict)
-        for index, entries in one["state"].items():
-            parameter = _parameters(optimizer)[index]
-            name = networks.name_of(parameter)
-            for key, value in entries.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    value = value.to(parameter.device)
-                    if name is not None:
-                        saved.store[Key(name, key)] = value.cpu() if saved.store.host else value
-                        value = saved.store.read(Key(name, key), selection, parameter.device)
-                state[parameter][key] = value
-        change.set(optimizer, "state", state)
-    return change
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: getattr(tensor, "shape", None) for name, tensor in model.items()}
-
-
-def _groups(optimizer: Mapping[str, Any]) -> list[tuple[int, frozenset[str]]]:
-    """The number of parameters of each group, and the hyper-parameters it has."""
-    return [(len(group["params"]), frozenset(group) - _SCHEDULED) for group in optimizer["param_groups"]]
-
-
-def _kind(setting: Any) -> Any:
-    """What a hyper-parameter may be exchanged for: a number, also in a tensor, for a number."""
-    if setting is None or isinstance(setting, bool):
-        return None if setting is None else bool
-    if isinstance(setting, int | float) or (isinstance(setting, Tensor) and setting.numel() == 1):
-        return float
-    return [_kind(one) for one in setting] if isinstance(setting, list | tuple) else type(setting)
-
-
-def _check_alike(state: Mapping[int, Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """Refuse state of parameters that are not there; and, of PyTorch's optimizers, state that is not of one kind."""
-    number = 0
-    seen: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
-    if odd := state.keys() - range(len(_parameters(optimizer))):
-        raise CheckpointError(f"the state dict's optimizer has state for {odd}, and there are no such parameters")
-    for position, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            entries = state.get(number)
-            number += 1
-            if entries and type(optimizer).__module__.startswith("torch.optim"):
-                kinds = {key: (type(v), v.dtype) if isinstance(v, Tensor) else _kind(v) for key, v in entries.items()}
-                if seen.setdefault((position, parameter.dtype), kinds) != kinds:
-                    raise CheckpointError("the state dict's optimizer lacks state, or has some of another kind")
+        raise ValueError("its checksum is wrong: it is truncated, altered, or not a checkpoint of slimstart")

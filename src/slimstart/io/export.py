@@ -1,4 +1,4 @@
-"""Finished networks for other programs: ONNX and torch.export. What was written is run, and compared."""
+"""Export of finished networks to ONNX and torch.export, with a comparison of the outputs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def to_onnx(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -
     """Write an ONNX file that takes any batch size.
 
     Returns:
-        The largest difference to the network's own output, or None where onnxruntime is not installed.
+        The largest difference from the network's own output, or None if onnxruntime is not installed.
 
     Raises:
-        ConfigError: the packages that PyTorch needs for it are not installed.
+        ConfigError: the packages that PyTorch's exporter needs are not installed.
     """
     network.eval()
     try:
@@ -71,7 +71,7 @@ def to_torch(network: nn.Module, path: str | os.PathLike[str], example: Tensor) 
 
 
 def _several(example: Tensor) -> Tensor:
-    """Three different images of that shape: a batch of one would be taken for a fixed size."""
+    """Three different images: the exporters take a batch size of one for a constant."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(3, *example.shape[1:], generator=generator)
 
@@ -81,18 +81,18 @@ def _difference(network: nn.Module, images: Tensor, output: Tensor, path: str | 
     """The largest difference between outputs.
 
     Raises:
-        ExportError: it is more than rounding explains.
+        ExportError: the difference is larger than rounding errors.
     """
     expected = network(images)
     difference = float((expected - output).abs().max())
     if not difference <= 1e-3 * max(1.0, float(expected.abs().max())):
-        raise ExportError(f"{os.fspath(path)} computes something else than the network: outputs differ by {difference}")
+        raise ExportError(f"{os.fspath(path)} does not compute the same as the network: outputs differ by {difference}")
     return difference
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what PyTorch's exporters tell each other."""
+    """Suppress the output and the warnings of PyTorch's exporters."""
     exporter = logging.getLogger("torch.onnx")
     level = exporter.level
     exporter.setLevel(logging.ERROR)

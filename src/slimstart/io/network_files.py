@@ -1,7 +1,7 @@
-"""save and load finished networks: safetensors beside a JSON file that says how the network is built. No pickle.
+"""Files of finished networks: tensors in safetensors, the structure in JSON, no pickle.
 
-A narrow network is the user's own class with smaller tensors, so loading needs the class (`model_factory` builds the
-dense network, as before training) and the structure file: sizes of integer attributes, and the ports of layers on
+A narrow network is the user's own class with smaller tensors. Loading needs the class (`model_factory` builds the dense
+network, as before training) and the structure file: values of integer attributes, and the ports of layers on residual
 streams.
 """
 
@@ -33,10 +33,11 @@ def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a finished network to `path` (.safetensors) and, beside it, its structure (.json); both atomically.
+    """Write a finished network to `path` (.safetensors) and its structure to a .json file next to it; both atomically.
 
     Args:
-        network: from `finish`, `snapshot` or `compact`.
+        network: a result of `finish`, `snapshot` or `compact`.
+        path: file name, with or without .safetensors.
     """
     from safetensors.torch import save as to_bytes
 
@@ -72,7 +73,7 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _digest(structure: dict[str, Any]) -> str:
-    """Of everything in the structure but the digest itself."""
+    """Hash of the structure without its digest."""
     rest = {key: value for key, value in structure.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -81,11 +82,11 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     """Read a network that `save` wrote.
 
     Args:
-        path: as given to `save`.
-        model_factory: builds the dense network; called without arguments.
+        path: file name that was given to `save`.
+        model_factory: function without arguments that builds the dense network.
 
     Raises:
-        CheckpointError: a file is missing, truncated, foreign, or of another class of network.
+        CheckpointError: a file is missing, truncated, of another kind, or of another class of network.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
@@ -98,7 +99,7 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
         raise CheckpointError(f"{structure_path.name!r} is not a structure file of slimstart ({_FORMAT!r})")
     if structure.get("digest") != _digest(structure):
-        raise CheckpointError(f"{structure_path.name!r} has been changed since it was written")
+        raise CheckpointError(f"{structure_path.name!r} has been modified after it was written")
     if hashlib.sha256(blob).hexdigest() != structure.get("sha256"):
         raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
     network = model_factory()

@@ -1,10 +1,11 @@
-"""Operations that plain torch does in too many passes: a Triton kernel on a GPU, the same numbers from torch elsewhere.
+"""Operations for which plain torch needs too many passes: Triton kernels on a GPU, the same in plain torch elsewhere.
 
-`backend.py` chooses between the two, `moves.py` moves the elements of many tensors at once, `channels.py` picks some
-channels of an activation, `norm.py` joins batch norm with the sum and the ReLU behind it, `depthwise.py` convolves
-whatever the number of channels is; `tiles.py` is what these two share. Nothing here knows networks, masks or
-optimizers: tensors in, tensors out, without a word from the host in between, so that a CUDA graph can hold it. Device
-code is in the `*_triton.py` files, which are imported when they are first used.
+Open `moves.py` first: it copies elements between many dense and narrow tensors at once. `take_channels.py` selects
+channels of an activation, `norm.py` fuses batch norm with the sum and the ReLU after it, and `depthwise.py` is one
+depthwise convolution for all numbers of channels. `backend.py` chooses between Triton and torch; `tiles.py` has what
+`norm.py` and `depthwise.py` share. Nothing here knows networks, masks or optimizers: tensors in, tensors out. No
+operation reads a value on the host, so a CUDA graph can hold it. Device code is in the `*_triton.py` files, which are
+imported on first use.
 """
 
 from slimstart.kernels.backend import use_triton

@@ -1,13 +1,13 @@
-r"""Depthwise convolution: every channel with a filter of its own, whatever the number of channels is.
+r"""Depthwise convolution with one kernel for all numbers of channels.
 
 .. math:: y_{n c p} = b_c + \sum_t w_{c t} \, x_{n c, s p + d t - q}
 
-with the stride s, the dilation d and the padding q. cuDNN compiles kernels for every number of channels that it has not
-met, for more than half a second per layer, and a network whose widths are learned has new ones in every layer and every
-round. Here one kernel does for all that have the same power of two in them, up to 8. Pixels are read once for every
-tap, all but the first time from a cache.
+with the stride s, the dilation d and the padding q. cuDNN compiles kernels for every new number of channels, which
+takes more than half a second per layer, and learned widths are new in every layer after every structure update. Here
+one compiled kernel serves all widths with the same largest power of two among their divisors, up to 8. Pixels are read
+once per tap, all but the first time from a cache.
 
-Sums are float32 whatever x is. Equal inputs give equal bits.
+Sums are float32 for all types of x. Equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 from slimstart.kernels.backend import use_triton
 from slimstart.kernels.tiles import DTYPES, MAX_ELEMENTS, multiprocessors, vector
 
-MAX_TAPS = 9  # loops over them are unrolled, and long ones take minutes to compile
+MAX_TAPS = 9  # loops over taps are unrolled, and long ones take minutes to compile
 
-# A tile is so many pixels of so many channels; wider ones leave more channels idle.
+# Pixels and channels of a tile; with wider ones, more lanes idle at the last channels.
 TILE = {"BLOCK_P": 32, "BLOCK_C": 32, "num_warps": 2}
-FILTER_TILE = {"BLOCK_P": 16, "BLOCK_C": 32, "num_warps": 1}  # of which every tap has its own sums
-# The gradient of a filter is a sum over all pixels, which about so many programs per multiprocessor share, or one per
-# tile of an image where those are more.
+FILTER_TILE = {"BLOCK_P": 16, "BLOCK_C": 32, "num_warps": 1}  # smaller: every tap has its own sums in registers
+# Programs per multiprocessor that share the sum over all pixels for the gradient of a filter; more where an image has
+# more tiles.
 PARTIALS = 8
 FINISH = {"BLOCK_R": 256, "BLOCK_W": 16, "num_warps": 8}
 
 
 class Window(NamedTuple):
-    """How a filter moves: (vertically, horizontally)."""
+    """Stride, padding and dilation of a convolution: (vertical, horizontal)."""
 
     stride: tuple[int, int]
     padding: tuple[int, int]
@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, groups: int) -> bool:
-    """Whether a convolution is depthwise, and `depthwise_conv2d` has kernels for it once all have one type."""
+    """Whether a convolution is depthwise and has kernels, provided that its tensors are cast to one type."""
     return (
         use_triton(x)
         and x.dim() == 4
@@ -62,7 +62,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, gro
 
 
 def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-    """The convolution of x, (N, C, H, W), with weight, (C, 1, K, L); as the module's docstring has it."""
+    """The convolution of x (N, C, H, W) with weight (C, 1, K, L), the equation in the module's docstring."""
     groups, one_type = x.shape[1], len({t.dtype for t in (x, weight, bias) if t is not None}) == 1
     if one_type and supports(x, weight, bias, window, groups):
         out: Tensor = _DepthwiseConv2d.apply(x, weight, bias, window)  # type: ignore[no-untyped-call]
@@ -93,13 +93,13 @@ class _DepthwiseConv2d(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, filters = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # somebody differentiates twice, which torch knows how to do
+        if torch.is_grad_enabled():  # a second derivative, which torch's own backward has
             sizes, rest = [len(weight)], (False, (0, 0), len(weight), needed)
             return *torch.ops.aten.convolution_backward(dy, x, weight, sizes, *ctx.window, *rest), None
 
         from slimstart.kernels import depthwise_triton as kernels
 
-        # Also what was saved: a hook may have brought it back in another layout.
+        # Saved tensors too: a hook on them (offloading, for example) may return another layout.
         x, dy = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, dy))
         dx = d_weight = None
         settings = _settings(x, dy, weight, ctx.window)
@@ -139,16 +139,16 @@ def _grid(t: Tensor, tile: dict[str, int]) -> tuple[int, int]:
 
 
 def _shares(dy: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """How programs share a sum over pixels: tiles of places, tiles of channels, and images."""
+    """Grid of the programs that share a sum over pixels (tiles of pixels, tiles of channels, images), and its sizes."""
     area, pixels, (_, blocks) = dy.shape[2] * dy.shape[3], FILTER_TILE["BLOCK_P"], _grid(dy, FILTER_TILE)
-    at_once = max(1, min(pixels // area, len(dy)))  # images of which the places fit into one tile
+    at_once = max(1, min(pixels // area, len(dy)))  # images whose pixels fit into one tile
     tiles, rounds = -(-at_once * area // pixels), -(-len(dy) // at_once)
     per_program = -(-rounds * tiles * blocks // (PARTIALS * multiprocessors(dy)))
     return (tiles, blocks, -(-rounds // per_program)), {"images": per_program * at_once, "at_once": at_once}
 
 
 def _settings(x: Tensor, y: Tensor, weight: Tensor, window: Window) -> dict[str, Any]:
-    """What all kernels but the last are told of sizes and of the window."""
+    """Sizes and window, for all kernels but the last."""
     (count, channels, height, width), (out_height, out_width) = x.shape, y.shape[2:]
     vec = vector(channels)
     return {

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """Device code of `depthwise`: Triton's own language, which only looks like Python.
 
-A program has a tile of neighbouring pixels, counted through the whole batch, and of neighbouring channels, whose
-numbers lie side by side in memory. Sizes are plain arguments: none is worth a compilation of its own. `VEC` divides the
-number of channels, `chunks * VEC`, and tells the compiler how wide a load may be.
+A program has a tile of consecutive pixels, counted through the whole batch, and of consecutive channels, which are
+contiguous in memory (channels-last). Sizes are not specialised: Triton would compile further variants for sizes that
+are 1 or multiples of 16. `VEC` divides the number of channels, `chunks * VEC`, and is a constant, so that the compiler
+can prove alignment and vectorise loads.
 """
 
 import triton
@@ -14,7 +15,7 @@ SIZES = ["count", "chunks", "height", "width", "out_height", "out_width", "image
 
 @triton.jit
 def _pixels(tile, count, height, width, BLOCK_P: tl.constexpr):
-    """Of a tile: pixels' numbers, (image, row, column), and which of them there are."""
+    """Pixels of a tile: their numbers, (image, row, column), and whether they exist."""
     p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     row = p // width
     image = row // height
@@ -23,27 +24,27 @@ def _pixels(tile, count, height, width, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def _channels(chunks, VEC: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Numbers of the channels of this program, and how many there are in all."""
+    """Channels of this program, and the number of all channels."""
     return tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), chunks * VEC
 
 
 @triton.jit
 def _load(images, pixel, there, c, channels):
-    """Pixels, by their numbers through the batch, of some channels; zero where there are none."""
+    """Values of pixels, by their number in the batch, and channels; zero where a pixel does not exist."""
     at = pixel[:, None] * channels + c[None, :]
     return tl.load(images + at, mask=there[:, None] & (c < channels)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(images, values, pixel, there, c, channels):
-    """Where `_load` would read."""
+    """Write values to the addresses that `_load` reads."""
     at = pixel[:, None] * channels + c[None, :]
     tl.store(images + at, values.to(images.dtype.element_ty), mask=there[:, None] & (c < channels)[None, :])
 
 
 @triton.jit
 def _load_row(row, c, channels):
-    """What some channels have, for all pixels alike."""
+    """One value per channel, broadcast over pixels."""
     return tl.load(row + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
 
 
@@ -52,7 +53,7 @@ def _read(
     i, j, height, width, TAP: tl.constexpr,
     STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Which pixel of an image a result at (i, j) reads with a tap, and whether there is one."""
+    """The pixel that the output at (i, j) reads with a tap, and whether it exists."""
     h = i * STRIDE[0] + TAP // TAPS[1] * DILATION[0] - PADDING[0]
     w = j * STRIDE[1] + TAP % TAPS[1] * DILATION[1] - PADDING[1]
     return h * width + w, (h >= 0) & (h < height) & (w >= 0) & (w < width)
@@ -63,7 +64,7 @@ def _reader(
     h, w, height, width, TAP: tl.constexpr,
     STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Which result reads the pixel (h, w) with a tap, of (height, width) results, and whether one does."""
+    """The output, of (height, width) outputs, that reads the pixel (h, w) with a tap, and whether it exists."""
     far_h = h + PADDING[0] - TAP // TAPS[1] * DILATION[0]
     far_w = w + PADDING[1] - TAP % TAPS[1] * DILATION[1]
     i, j = far_h // STRIDE[0], far_w // STRIDE[1]
@@ -97,7 +98,7 @@ def backward(
     STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
     VEC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x: of every pixel, from the results that have read it."""
+    """The gradient of x: for every pixel a sum over the outputs that read it, so no atomics are needed."""
     p, image, h, w, there = _pixels(tl.program_id(0), count, height, width, BLOCK_P)
     c, channels = _channels(chunks, VEC, BLOCK_C)
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
@@ -117,7 +118,7 @@ def backward_filter(
 ):  # fmt: skip
     """Partial sums, (programs, T, C), of the gradient of the filters.
 
-    A program has one tile of places in `at_once` images, and goes through `images` images with it.
+    A program has one tile of pixel positions in `at_once` images, and loops over `images` images with it.
     """
     p, image, i, j, there = _pixels(tl.program_id(0), at_once, out_height, out_width, BLOCK_P)
     c, channels = _channels(chunks, VEC, BLOCK_C)
@@ -125,6 +126,8 @@ def backward_filter(
     last = tl.minimum(first + images, count)
     program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     NUM_TAPS: tl.constexpr = TAPS[0] * TAPS[1]
+    # A tuple of blocks, one per tap: they stay in registers, and a tensor with a dimension of 9 taps is not possible,
+    # because Triton's sizes are powers of two.
     totals = ()
     for _ in tl.static_range(NUM_TAPS):
         totals += (tl.zeros([BLOCK_P, BLOCK_C], tl.float32),)

@@ -2,15 +2,14 @@ r"""Moves between dense tensors and narrow ones: `gather` and `scatter_`, for on
 
 A narrow element with coordinates c_d has its dense counterpart at the indices
 
-    i_d = c_d                      along a dimension that is not cut,
-    i_d = positions_d[c_d]         along one that is cut, where -1 is padding: an element without a counterpart.
+    i_d = c_d                      along a dimension that is not narrowed,
+    i_d = positions_d[c_d]         along a narrowed one, where -1 is padding: an element without a counterpart.
 
-`gather` reads zeros for padding, and `scatter_` does not write it; they are inverse to each other on all other
-elements.
+`gather` reads zeros for padding, and `scatter_` does not write it; on all other elements they are inverses.
 
 `Moves` does the same for many tensors at once, with the positions of all of them in one row. Tensors keep their
 addresses and strides, positions change in place on the device, and no value is read on the host, so a CUDA graph can
-hold a move. On a GPU it is one Triton kernel each way.
+hold a move. On a GPU it is one Triton kernel in each direction.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from slimstart.kernels.backend import use_triton
 
-BLOCK = 1024  # narrow elements that one program of the kernel moves at a time
+BLOCK = 1024  # narrow elements that a program of the kernel moves at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,9 +31,10 @@ def gather(dense: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
     """The narrow tensor of a dense one, as a new tensor.
 
     Args:
-        positions: {dimension that is cut: dense index of every narrow position, -1 for padding}.
+        dense: the dense tensor.
+        positions: {narrowed dimension: dense index of every narrow position, -1 for padding}.
     """
-    if _cuts_kernels(dense, positions):  # one pass in place of two
+    if _narrows_both(dense, positions):  # one pass instead of two
         rows, columns = positions[0], positions[1]
         flat = (rows.clamp(min=0)[:, None] * dense.shape[1] + columns.clamp(min=0)).view(-1)
         narrow = dense.reshape(dense.shape[0] * dense.shape[1], -1).index_select(0, flat)
@@ -45,7 +45,7 @@ def gather(dense: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
             narrow = narrow.index_select(dim, index.clamp(min=0))
     for dim, index in positions.items():
         if index.is_meta:
-            continue  # shapes alone, without values to zero
+            continue  # only shapes, no values
         padding = (index < 0).nonzero().squeeze(1)
         if padding.numel():
             narrow.index_fill_(dim, padding, 0)
@@ -53,7 +53,7 @@ def gather(dense: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
 
 
 def scatter_(dense: Tensor, narrow: Tensor, positions: Mapping[int, Tensor]) -> Tensor:
-    """Write a narrow tensor over its dense counterpart, in place; other dense elements and padding are left alone."""
+    """Write a narrow tensor into its dense counterpart, in place; padding is not written."""
     filled = {}
     for dim, index in positions.items():
         real = (index >= 0).nonzero().squeeze(1)
@@ -65,14 +65,14 @@ def scatter_(dense: Tensor, narrow: Tensor, positions: Mapping[int, Tensor]) -> 
     if len(filled) == 1:
         ((dim, index),) = filled.items()
         return dense.index_copy_(dim, index, narrow)
-    if _cuts_kernels(dense, filled):
+    if _narrows_both(dense, filled):
         flat = (filled[0][:, None] * dense.shape[1] + filled[1]).view(-1)
-        kernel = dense.shape[2:].numel()  # in place of -1, which is ambiguous where all positions are padding
+        kernel = dense.shape[2:].numel()  # instead of -1, which is ambiguous if all positions are padding
         flat_dense = dense.view(dense.shape[0] * dense.shape[1], kernel)
         flat_dense.index_copy_(0, flat, narrow.reshape(flat.numel(), kernel))
         return dense
     first, last = min(filled), max(filled)
-    mesh = tuple(  # a dimension between two that are cut is indexed too, so that the indexed ones are adjacent
+    mesh = tuple(  # dimensions between two narrowed ones are indexed too: torch wants indexed dimensions adjacent
         filled.get(dim, torch.arange(dense.shape[dim], device=dense.device)).view(-1, *[1] * (last - dim))
         for dim in range(first, last + 1)
     )
@@ -80,8 +80,8 @@ def scatter_(dense: Tensor, narrow: Tensor, positions: Mapping[int, Tensor]) -> 
     return dense
 
 
-def _cuts_kernels(tensor: Tensor, positions: Mapping[int, Tensor]) -> bool:
-    """Whether the two leading dimensions, and only they, are cut, before kernels that are contiguous in memory."""
+def _narrows_both(tensor: Tensor, positions: Mapping[int, Tensor]) -> bool:
+    """Whether exactly the first two dimensions of a convolution's weight are narrowed, with contiguous kernels."""
     return positions.keys() == {0, 1} and tensor.dim() > 2 and tensor.is_contiguous()
 
 
@@ -90,9 +90,9 @@ class Move:
     """One dense tensor and its narrow counterpart, of the same type and on the same device.
 
     Attributes:
-        dense: any strides, also 0.
-        narrow: without gaps, its dimensions in any order in memory.
-        starts: {dimension that is cut: where its positions begin in the row}.
+        dense: the dense tensor, with any strides, also 0.
+        narrow: the narrow tensor, without gaps, with its dimensions in any memory order.
+        starts: {narrowed dimension: start of its positions in the row}.
     """
 
     dense: Tensor
@@ -109,18 +109,21 @@ class Move:
         for dim, (whole, left) in enumerate(zip(dense.shape, narrow.shape, strict=True)):
             if left != whole and dim not in self.starts:
                 raise ValueError(
-                    f"dimension {dim} of `dense` is {whole} and of `narrow` {left}; only one that is cut may differ"
+                    f"dimension {dim} of `dense` is {whole} and of `narrow` {left}; only narrowed ones may differ"
                 )
         if narrow.numel() != 0 and not narrow.permute(self._order).is_contiguous():
             raise ValueError(f"`narrow` of shape {tuple(narrow.shape)} has strides {narrow.stride()}, with gaps")
 
     @property
     def _order(self) -> list[int]:
-        """Dimensions by stride, the outermost first."""
+        """Dimensions in memory order, the outermost first."""
         return sorted(range(self.narrow.dim()), key=lambda dim: (-self.narrow.stride()[dim], -self.narrow.shape[dim]))
 
     def dims(self) -> list[tuple[int, int, int]]:
-        """(size, dense stride, start in the row or -1) of every dimension in memory; whole neighbours are one."""
+        """(size, dense stride, start in the row or -1) of every dimension in memory order.
+
+        Neighbouring dimensions that are not narrowed are merged: every dimension costs the kernel a division.
+        """
         merged: list[tuple[int, int, int]] = []
         for dim in self._order:
             size, stride, start = self.narrow.shape[dim], self.dense.stride(dim), self.starts.get(dim, -1)
@@ -133,12 +136,16 @@ class Move:
         return merged
 
     def positions(self, row: Tensor) -> dict[int, Tensor]:
-        """The positions of this tensor among those of all of them."""
+        """The positions of this tensor in the row of all positions."""
         return {dim: row[at : at + self.narrow.shape[dim]].long() for dim, at in self.starts.items()}
 
 
 class Moves:
-    """Moves that belong together."""
+    """Moves between several dense and narrow tensors.
+
+    Args:
+        moves: pairs of tensors, on one device.
+    """
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = [move for move in moves if move.narrow.numel()]
@@ -151,10 +158,10 @@ class Moves:
 
     @torch.no_grad()
     def gather_(self, row: Tensor) -> None:
-        """Fill the narrow tensors.
+        """Fill the narrow tensors from the dense ones.
 
         Args:
-            row: int32, the positions of all tensors.
+            row: int32, positions of all tensors.
         """
         self._check(row)
         for table in self._tables:
@@ -164,7 +171,7 @@ class Moves:
 
     @torch.no_grad()
     def scatter_(self, row: Tensor) -> None:
-        """Write the narrow tensors over the dense ones; `row` as for `gather_`."""
+        """Write the narrow tensors into the dense ones; `row` as for `gather_`."""
         self._check(row)
         for table in self._tables:
             table.launch("scatter", row)
@@ -172,12 +179,16 @@ class Moves:
             scatter_(move.dense.detach(), move.narrow.detach(), move.positions(row))
 
     def _check(self, row: Tensor) -> None:
-        if row.numel() < self._end or not row.is_contiguous():  # the kernel would read what is not there
+        if row.numel() < self._end or not row.is_contiguous():  # the kernel does not check bounds
             raise ValueError(f"`row` has shape {tuple(row.shape)}; these moves need {self._end} positions in a row")
 
 
 class _Table:
-    """Moves of numbers of one size, as the kernel reads them: addresses and dimensions by row, blocks of elements."""
+    """Moves of elements of one size, as tables for the kernel: a row per tensor, and its blocks of elements.
+
+    Addresses are data in the table, so one launch serves any number of tensors. Numbers are moved as integers of their
+    size, whatever they mean.
+    """
 
     def __init__(self, moves: Sequence[Move]) -> None:
         dims = [move.dims() for move in moves]
@@ -190,7 +201,7 @@ class _Table:
             padded = [(1, 0, -1)] * (self._num_dims - len(own)) + own
             rows.append([move.narrow.data_ptr(), move.dense.data_ptr(), count, *(n for dim in padded for n in dim)])
             counts.append(count)
-        blocks = -(-torch.tensor(counts) // BLOCK)  # of each tensor
+        blocks = -(-torch.tensor(counts) // BLOCK)  # per tensor
         number = torch.repeat_interleave(torch.arange(len(moves)), blocks)
         first = (torch.arange(number.numel()) - (torch.cumsum(blocks, 0) - blocks)[number]) * BLOCK
         self._device = moves[0].narrow.device
@@ -210,5 +221,5 @@ class _Table:
 
 
 def _upload(table: Tensor, device: torch.device) -> Tensor:
-    """To a device, without waiting for what it does."""
+    """Copy a table to a device without waiting for it."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

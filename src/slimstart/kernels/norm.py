@@ -1,13 +1,13 @@
-r"""Batch normalisation in training, together with the sum and the ReLU that follow it.
+r"""Batch normalisation in training, fused with the sum and the ReLU that follow it.
 
 .. math:: y = \mathrm{relu}\left( \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \, w + b + r \right)
 
-with the mean and the variance of each channel of x, the residual r and the ReLU being optional. A narrow network spends
-its time on the memory traffic of these and on starting kernels. Here x is read twice and y written once; backward reads
-the gradient and x twice and writes the gradient of x once. Small tensors take one kernel in each direction, others
-three.
+with the mean and the variance of each channel of x; the residual r and the ReLU are optional. A narrow network spends
+most of its time on the memory traffic of these operations and on kernel launches. Here x is read twice and y written
+once; backward reads the gradient and x twice and writes the gradient of x once. Small tensors take one kernel in each
+direction, others three.
 
-Arithmetic and statistics are float32 whatever x is. Equal inputs give equal bits.
+Arithmetic and statistics are float32 for all types of x. Equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from slimstart.kernels.tiles import DTYPES, MAX_ELEMENTS, multiprocessors, vecto
 
 MAX_CHANNELS = 2048
 
-# Tensors of at most so many rows are done by one kernel: its programs own a few channels and read all rows.
+# Most rows of a tensor for which one kernel does everything: its programs own a few channels and read all rows.
 SMALL_ROWS = 1024
 SMALL_TILE = (1024, 16, 16)  # rows, channels, warps
-# The others are cut into tiles of so many elements, shared out to programs of so many warps.
+# Elements of a tile of a larger tensor, and warps of a program.
 TILE, WARPS = 4096, 8
-# Programs per multiprocessor, as many as its registers hold, and stages of the loop over tiles: sums hold the more
-# registers, so they are fewer, and fetch ahead.
+# (Programs per multiprocessor, stages of the loop over tiles). Registers limit the programs: sums need more of them, so
+# they get fewer programs, and hide the latency of memory by loading ahead instead.
 SUMS, APPLY = (2, 3), (4, 1)
 
 
@@ -42,7 +42,7 @@ def supports(
     running_mean: Tensor | None,
     running_var: Tensor | None,
 ) -> bool:
-    """Whether `batch_norm_act` has kernels for these; it works for others, too, without being faster than torch."""
+    """Whether `batch_norm_act` has kernels for these tensors; for others it calls torch."""
     return (
         use_triton(x)
         and x.dim() == 4
@@ -70,12 +70,17 @@ def batch_norm_act(
     eps: float,
     relu: bool,
 ) -> Tensor:
-    """relu(batch_norm(x) + residual), as the module's docstring has it.
+    """relu(batch_norm(x) + residual), the equation in the module's docstring.
 
     Args:
-        residual: of the shape of x, or None.
-        running_mean: updated in place, like `running_var` (with the unbiased variance), unless None.
-        momentum: the weight of this batch in the running statistics.
+        x: input.
+        residual: tensor of the shape of x, or None.
+        weight: scale of each channel, or None.
+        bias: shift of each channel, or None.
+        running_mean: running mean, updated in place, or None.
+        running_var: running unbiased variance, updated in place, or None.
+        momentum: weight of this batch in the running statistics.
+        eps: term added to the variance.
         relu: whether a ReLU follows.
     """
     if supports(x, residual, weight, bias, running_mean, running_var):
@@ -127,7 +132,7 @@ class _BatchNormAct(torch.autograd.Function):
                     x, partial, mean, rstd, *running, channels, programs, _num_rows(x), momentum, eps, num_warps=8
                 )
                 kernels.forward_apply[(apply_programs,)](x, residual, y, *affine, RELU=relu, **apply)
-        # The sign of the sum is not known from x alone. y is alive anyway, as the input of what follows.
+        # With a residual, the sign of y cannot be computed from x. Saving y is free: the next layer saves it too.
         ctx.save_for_backward(x, y if relu and residual is not None else None, weight, bias, mean, rstd)
         ctx.relu, ctx.has_residual = relu, residual is not None
         return y
@@ -138,7 +143,7 @@ class _BatchNormAct(torch.autograd.Function):
         from slimstart.kernels import norm_triton as kernels
 
         x, y, weight, bias, mean, rstd = ctx.saved_tensors
-        # Of saved tensors too: a hook on them may have brought them back in another layout.
+        # Saved tensors too: a hook on them (offloading, for example) may return another layout.
         x, dy = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, dy))
         y = None if y is None else y.contiguous(memory_format=torch.channels_last)
         dx, channels = torch.empty_like(x), x.shape[1]
@@ -157,7 +162,7 @@ class _BatchNormAct(torch.autograd.Function):
                 kernels.backward_finish[(-(-channels // kernels.FINISH_C.value),)](
                     partial, rstd, d_weight, d_bias, channels, programs, num_warps=8
                 )
-                # The gradient of the residual is the masked one: it saves reading y again.
+                # The gradient of the residual is the masked gradient: with it, y need not be read again.
                 masked, relu = (dy, ctx.relu) if d_residual is None else (d_residual, False)
                 kernels.backward_apply[(apply_programs,)](
                     masked, x, dx, *affine, d_weight, d_bias, num_rows=_num_rows(x), RELU=relu, **apply
@@ -178,7 +183,7 @@ def _num_rows(x: Tensor) -> int:
 
 
 def _tiles(x: Tensor, per_multiprocessor: int, stages: int) -> tuple[int, dict[str, int]]:
-    """How many programs share a large tensor, and how it is cut: few columns of a tile idle."""
+    """The number of programs for a large tensor, and the sizes of its tiles, chosen so that few columns idle."""
     from slimstart.kernels.norm_triton import PARTIALS
 
     channels, vec = x.shape[1], vector(x.shape[1])

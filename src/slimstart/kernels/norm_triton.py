@@ -1,30 +1,30 @@
 # mypy: ignore-errors
 """Device code of `norm`: Triton's own language, which only looks like Python.
 
-A channels-last tensor is P rows of C numbers, one behind the other. The kernels for large tensors read it as rows of
-`width` = k C numbers, with k the most that fit in a tile of `BLOCK_W` columns: whatever C is, loads are wide, addresses
-are contiguous and few lanes idle. Column j belongs to channel j mod C. `VEC` divides C, and tells the compiler how wide
-a load may be; integers that the kernels get are multiples of it, in units of it.
+A channels-last tensor is P rows of C numbers in a row-major matrix. The kernels for large tensors read it as rows of
+`width` = k C numbers, with the largest k that fits a tile of `BLOCK_W` columns: for every C loads are wide, addresses
+are contiguous and few lanes idle. Column j belongs to channel j mod C. `VEC` divides C and is a constant, so that the
+compiler can prove alignment and vectorise loads; sizes are passed divided by it (`chunks`), and multiplied here.
 
-Sums over rows go through one row of partial sums per program, added up in a fixed order: no atomics, the same bits
-every time. The variance is that of x - x[0], the first row: cancellation would need a first value that is hundreds of
-standard deviations off, and no batch of images has that.
+Sums over rows use one row of partial sums per program, added in a fixed order: no atomics, the same bits every time.
+The variance is computed in one pass, as that of d = x - x[0], with the first row as a pivot: E[d^2] - E[d]^2 cancels
+only if the first value is hundreds of standard deviations off the mean, which does not happen in batches of images.
 """
 
 import triton
 import triton.language as tl
 
-# Partial sums of one channel, at most; how many channels one program adds up.
+# Most partial sums of one channel; number of channels that one program adds.
 PARTIALS = tl.constexpr(512)
 FINISH_C = tl.constexpr(8)
 
-# Sizes change from network to network. None of them is worth a compilation of its own.
+# Triton compiles further variants for sizes that are 1 or multiples of 16, and sizes change with every structure.
 SIZES = ["channels", "chunks", "total_chunks", "num_tiles", "num_rows", "num_partials"]
 
 
 @triton.jit
 def _affine(mean, rstd, weight, bias, c, inside):
-    """Per channel: its mean, and (a, b) with bn(x) = a (x - mean) + b."""
+    """Mean of each channel, and (a, b) with bn(x) = a (x - mean) + b."""
     m = tl.load(mean + c, mask=inside, other=0.0)
     a = tl.load(rstd + c, mask=inside, other=0.0)
     if weight is not None:
@@ -42,13 +42,13 @@ def _activate(x, residual, y, at, inside, m, a, b, RELU: tl.constexpr):
     if residual is not None:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        value = tl.where(value <= 0, 0.0, value)  # not maximum(): NaN passes, as it does in torch
+        value = tl.where(value <= 0, 0.0, value)  # maximum() would turn NaN into 0, unlike torch
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gradient(dy, x, y, at, inside, m, a, b, RELU: tl.constexpr):
-    """The gradient in front of the ReLU, and x - mean; y is None where the sign is known from x."""
+    """The gradient before the ReLU, and x - mean; y is None where the sign can be computed from x."""
     g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
     if RELU:
@@ -62,7 +62,7 @@ def _gradient(dy, x, y, at, inside, m, a, b, RELU: tl.constexpr):
 
 @triton.jit
 def _finish_statistics(first, second, pivot, mean, rstd, running_mean, running_var, c, inside, count, momentum, eps):
-    """Mean and 1 / standard deviation from the sums of d = x - pivot and of its square; running statistics follow."""
+    """Mean and 1 / standard deviation from the sums of d = x - pivot and of its square; updates running statistics."""
     shift = first / count
     var = tl.maximum(second / count - shift * shift, 0.0)
     m, r = pivot + shift, 1.0 / tl.sqrt(var + eps)
@@ -78,7 +78,7 @@ def _finish_statistics(first, second, pivot, mean, rstd, running_mean, running_v
 
 @triton.jit
 def _tile(tile, width, total, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Addresses of one tile, and which of them are inside the tensor."""
+    """Addresses of one tile, and whether they are inside the tensor."""
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_W)
     at = row[:, None] * width + column[None, :]
@@ -87,7 +87,8 @@ def _tile(tile, width, total, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
 
 @triton.jit
 def _store_partial(values, partial, channels, width, BLOCK_W: tl.constexpr):
-    """Fold the columns of one channel together, and write the row of partial sums of this program."""
+    """Add the columns of each channel, and write this program's row of partial sums."""
+    # The number of columns per channel is no constant, so a reshape is not possible: `gather` shifts by whole channels.
     c = tl.arange(0, BLOCK_W)
     folded = values
     for start in range(channels, width, channels):
@@ -156,7 +157,7 @@ def forward_small(
     x, residual, y, mean, rstd, weight, bias, running_mean, running_var, channels, chunks, num_rows, momentum, eps,
     RELU: tl.constexpr, VEC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """All of the forward in one kernel: a program owns some channels, and reads their few rows twice."""
+    """The whole forward in one kernel: a program owns some channels and reads their few rows twice."""
     c = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     r = tl.arange(0, BLOCK_R)
     here = c < chunks * VEC
@@ -187,7 +188,7 @@ def backward_sums(
     dy, x, y, d_residual, mean, rstd, weight, bias, partial, channels, chunks, total_chunks, num_tiles,
     RELU: tl.constexpr, VEC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of g and of g (x - mean), with g = dy behind the ReLU's mask; g is the residual's gradient."""
+    """Partial sums of g and of g (x - mean), with g = dy masked by the ReLU; g is also the residual's gradient."""
     width, total = chunks * VEC, total_chunks * VEC
     column = tl.arange(0, BLOCK_W)
     m, a, b = _affine(mean, rstd, weight, bias, column % channels, column < width)
@@ -240,7 +241,7 @@ def backward_small(
     dy, x, y, dx, d_residual, mean, rstd, weight, bias, d_weight, d_bias, channels, chunks, num_rows,
     RELU: tl.constexpr, VEC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """All of the backward in one kernel, as in `forward_small`."""
+    """The whole backward in one kernel, as in `forward_small`."""
     c = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     r = tl.arange(0, BLOCK_R)
     here = c < chunks * VEC

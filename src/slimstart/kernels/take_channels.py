@@ -1,7 +1,7 @@
-"""take_channels: some channels of an activation, in one pass forward and in one pass backward.
+"""Selection of channels of an activation, in one pass forward and one pass backward.
 
-`index_select` adds its gradient up with atomics and returns what is not channels-last. Who picks channels knows the
-inverse picture, too; with it both directions are the same gather.
+The backward of `index_select` adds with atomics, and its result is not channels-last. The inverse of a selection is
+known beforehand; with it both directions are the same gather.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slimstart.kernels.backend import use_triton
 
-# A program of the kernel moves ROWS x COLUMNS elements; rows of the tensor are put side by side until they fill CHUNKS
-# such widths, so that few lanes idle, whatever the number of channels.
+# A program of the kernel moves ROWS x COLUMNS elements. Rows of the tensor are concatenated until they fill CHUNKS
+# times COLUMNS, so that few lanes idle for any number of channels.
 ROWS, COLUMNS, CHUNKS = 16, 1024, 8
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,10 +25,10 @@ def take_channels(x: Tensor, index: Tensor, inverse: Tensor, dim: int) -> Tensor
     """y[..., i, ...] = x[..., index[i], ...] along `dim`, and 0 where index[i] is -1; differentiable in x.
 
     Args:
-        x: of any floating type; y has its type and its memory format.
-        index: int32 or int64, of the width of y, on the device of x; no channel twice.
-        inverse: of the width of x, with inverse[index[i]] = i, and -1 for channels that are not in y.
-        dim: counted from the end, so negative.
+        x: activation of any floating type; y has its type and its memory format.
+        index: int32 or int64, one entry per channel of y, on the device of x; no channel twice.
+        inverse: one entry per channel of x, with inverse[index[i]] = i, and -1 for channels that are not in y.
+        dim: dimension of the channels, counted from the end, so negative.
     """
     if not -x.dim() <= dim < 0:
         raise ValueError(f"`dim` is {dim}; it must be from {-x.dim()} to -1 for `x` of shape {tuple(x.shape)}")
@@ -55,7 +55,7 @@ class _TakeChannels(torch.autograd.Function):
 
 
 def _take(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """The gather, on x as it lies in memory: rows of channels of pixels, the pixels next to each other."""
+    """The gather, on x in its memory order: rows of channels of contiguous pixels."""
     order = list(range(x.dim()))
     channels_last = _is_channels_last(x)
     if channels_last:
@@ -64,7 +64,7 @@ def _take(x: Tensor, index: Tensor, dim: int) -> Tensor:
     x = x.permute(order).contiguous()
     outer, inner = x.shape[:axis], x.shape[axis + 1 :]
     rows, pixels = math.prod(outer), math.prod(inner)
-    # Made as it is returned: autograd forbids a user's in-place operation on the view of something made in here.
+    # Allocated with its final strides: autograd forbids in-place operations on a view that is made in here.
     shape = torch.empty(*outer, index.numel(), *inner, device="meta").permute([order.index(d) for d in range(x.dim())])
     y = x.new_empty_strided(shape.shape, shape.stride())
     # The kernel counts the elements of a row in 32 bits.
@@ -74,17 +74,17 @@ def _take(x: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    """As the strides say: where there is one channel, or one pixel, memory is the same in both formats."""
+    """Whether the strides are channels-last; with one channel or one pixel, memory is the same in both formats."""
     return x.dim() in (4, 5) and x.stride(1) == 1 and x.stride(-1) == x.shape[1] and x.movedim(1, -1).is_contiguous()
 
 
 def _take_by_torch(y: Tensor, x: Tensor, index: Tensor) -> None:
     there = index.clamp(min=0).long()
-    if x.shape[2] == 1:  # along a last dimension, a CPU gathers several times faster than it selects
+    if x.shape[2] == 1:  # along the last dimension, `gather` is several times faster on a CPU
         torch.gather(x.squeeze(2), 1, there.expand(x.shape[0], -1), out=y.squeeze(2))
     else:
         torch.index_select(x, 1, there, out=y)
-    # Zeros by a bitwise and: a product would keep NaN, and masked_fill takes longer than the gather.
+    # Zeros by a bitwise and: a product would keep NaN, and `masked_fill` takes longer than the gather.
     bits = _INTEGERS[x.element_size()]
     y.view(bits).bitwise_and_((index >= 0).to(bits).neg().unsqueeze(1))
 

@@ -1,15 +1,15 @@
 # mypy: ignore-errors
-"""Device code of `channels`.
+"""Device code of `take_channels`.
 
-`x` and `y` are matrices here, each of whose rows holds `stack` rows of the tensor one behind the other. Where a column
-of y comes from is worked out once for the ROWS rows of a program: a division costs more than moving 16 bits does.
+`x` and `y` are matrices here, and each row holds `stack` rows of the tensor, concatenated. The source of a column is
+computed once for the ROWS rows of a program, because a division costs more than moving 16 bits.
 """
 
 import triton
 import triton.language as tl
 
 
-# Sizes change from network to network. None of them is worth a compilation of its own.
+# Triton compiles further variants for sizes that are 1 or multiples of 16, and sizes change with every structure.
 @triton.jit(do_not_specialize=["num_elements", "stack", "x_row", "y_row", "num_chunks", "num_tiles"])
 def take(
     y, x, index, num_elements, stack, x_row, y_row, pixels, num_chunks, num_tiles,
@@ -21,8 +21,8 @@ def take(
     source = tl.load(index + place // pixels)
     offset = (column // y_row).to(tl.int64) * x_row + source.to(tl.int64) * pixels + place % pixels
     for i in tl.static_range(ROWS):
-        # Far from each other, not 16 neighbours: those look aligned, and the compiler would give each thread a run of
-        # columns to store at once, at the price of eight uncoalesced loads.
+        # Rows far apart, not 16 neighbours: those look aligned, so the compiler would give each thread a run of columns
+        # to store at once, at the price of eight uncoalesced loads.
         row = (tile + i * num_tiles).to(tl.int64) * stack
         width = tl.maximum(tl.minimum(num_elements - row * y_row, stack * y_row), 0).to(tl.int32)
         inside = column < width

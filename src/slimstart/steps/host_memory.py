@@ -1,6 +1,6 @@
-"""What a training needs where: a dense model that stays on the host, and its narrow networks on a device.
+"""Memory of a training whose dense model stays on the host, with its narrow networks on a device.
 
-Counted before anything is allocated, from the shapes alone, so that a model on the meta device will do:
+It is estimated from shapes before anything is allocated, so a model on the meta device is enough:
 
     with torch.device("meta"):
         model = make_network()
@@ -25,48 +25,48 @@ from slimstart.devices import free_on_device
 from slimstart.narrow.optimizer_state import first_state
 from slimstart.policies import Budget, Channels
 
-NETWORKS = 4  # narrow weights on the device: the network, its gradients, the next one (in slots half), the reference
-STATES = 2  # narrow optimizer state there: of the network and of the next one
-PROOF = 4  # weights on the host in float32's size, while slices are proven: two copies in float64
+NETWORKS = 4  # copies of the narrow weights on the device: network, gradients, the next network, reference
+STATES = 2  # copies of the narrow optimizer state: of the network and of the next one
+VERIFICATION = 4  # copies of the weights in float32 on the host during `trace`: two copies in float64
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes, by kind. Activations are not among them: they depend on the batch.
+    """Bytes, by kind, without activations, which depend on the batch.
 
     Attributes:
-        weights: of the dense model, buffers included; on the host.
-        state: of the optimizer, dense; on the host.
-        proof: copies of the dense model on the host while it is traced, before there is any optimizer state.
-        subnet: of narrow networks and their optimizer state, on the device; about, from the budget.
+        weights: weights and buffers of the dense model, on the host.
+        state: dense optimizer state, on the host.
+        verification: copies of the dense model on the host while it is traced, before there is any optimizer state.
+        subnet: narrow networks and their optimizer state on the device, estimated from the budget.
     """
 
     weights: int
     state: int
-    proof: int
+    verification: int
     subnet: int
 
     @property
     def host(self) -> int:
-        """The most that the host needs at a time."""
-        return self.weights + max(self.state, self.proof)
+        """The peak on the host."""
+        return self.weights + max(self.state, self.verification)
 
     def __str__(self) -> str:
         return (
             f"dense weights {_size(self.weights)} and optimizer state {_size(self.state)} on the host "
-            f"({_size(self.host)} with copies, at most), about {_size(self.subnet)} for narrow networks on "
+            f"(at most {_size(self.host)} with copies), about {_size(self.subnet)} for narrow networks on "
             "the device"
         )
 
 
 def estimate(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], budget: Budget | None = None) -> Needs:
-    """What a training with `full_model_device="cpu"` needs.
+    """The memory of a training with `full_model_device="cpu"`.
 
     Args:
-        model: on any device, also meta.
-        optimizer: over its parameters, or several.
-        budget: without it, narrow networks count as if they were whole.
+        model: the dense model, on any device, also meta.
+        optimizer: optimizer of its parameters, or several.
+        budget: budget of the narrow networks; without it they count as if they were dense.
     """
     weights = _bytes([*model.parameters(), *model.buffers()])
     state = 0
@@ -78,10 +78,10 @@ def estimate(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], budge
                 state += per_entry * sum(p.numel() for p in group["params"] if p.dtype == dtype)
     kept = 1.0 if budget is None else budget.fraction
     if isinstance(budget, Channels):
-        kept *= budget.fraction  # a weight loses inputs and outputs
+        kept *= budget.fraction  # a weight is narrowed along its inputs and its outputs
     floating = [p for p in model.parameters() if p.is_floating_point()]
-    proof = PROOF * 4 * sum(p.numel() for p in floating)
-    return Needs(weights, state, proof, int(kept * (NETWORKS * weights + STATES * state)))
+    verification = VERIFICATION * 4 * sum(p.numel() for p in floating)
+    return Needs(weights, state, verification, int(kept * (NETWORKS * weights + STATES * state)))
 
 
 def place(
@@ -91,11 +91,11 @@ def place(
     budget: Budget | None,
     full_model_device: Any,
 ) -> torch.device | None:
-    """Where the narrow networks of a dense model on the host will be; None where all of it stays together.
+    """The device of the narrow networks of a dense model on the host; None without `full_model_device`.
 
     Raises:
         ValueError: the arguments contradict each other.
-        MemoryError: there is not enough of it; the message says how much is needed.
+        MemoryError: there is not enough memory; the message says how much is needed.
     """
     if full_model_device is None:
         return None
@@ -133,21 +133,21 @@ def on_host(example_inputs: Any) -> Any:
 def _check_host(needs: Needs, to_come: int) -> None:
     if to_come > (free := free_on_host()):
         raise MemoryError(
-            f"this network cannot be held dense: {_size(to_come)} are still needed on the host and {_size(free)} are "
-            f"free. In all it needs {needs}. Make it narrower, or use an optimizer with less state"
+            f"the dense model does not fit on the host: it needs {_size(to_come)} more, and {_size(free)} are free. In "
+            f"total: {needs}. Make the model narrower, or use an optimizer with less state"
         )
 
 
 def _check_device(needs: Needs, device: torch.device) -> None:
     if needs.subnet > (free := free_on_device(device)):
         raise MemoryError(
-            f"narrow networks of this size do not fit: about {_size(needs.subnet)} are needed on {device}, without "
-            f"activations, and {_size(free)} are free. In all it needs {needs}. Lower the budget"
+            f"narrow networks of this size do not fit on {device}: they need about {_size(needs.subnet)} without "
+            f"activations, and {_size(free)} are free. In total: {needs}. Lower the budget"
         )
 
 
 def free_on_host() -> int:
-    """Bytes that a process can have now; memory that only caches files counts."""
+    """Bytes that a process can allocate now, including memory that only caches files."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return 1024 * int(lines["MemAvailable"].split()[0])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slimstart.errors import CheckpointError, ConfigError
-from slimstart.io import checkpoints
+from slimstart.io import checkpoints, training_state
 from slimstart.lab.run.recording import structure_of
 from slimstart.lab.run.run_folder import Run
 from slimstart.policies import Flops, Learner
@@ -68,7 +68,7 @@ def saved_policy(path: Path, digest: str) -> Mapping[str, Any]:
         raise ConfigError(f"`keep_probs` is {str(path)!r}, which holds no checkpoint; give a run's folder that does")
     for level in ("method", "sparse"):  # as a run keeps it
         found = found.get(level, found)
-    if found.get("format") != checkpoints.FORMAT:
+    if found.get("format") != training_state.FORMAT:
         raise CheckpointError(f"`keep_probs` is {str(path)!r}, which holds no search; give the checkpoint of one")
     if found.get("structure") != digest:
         raise CheckpointError(
