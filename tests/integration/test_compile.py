@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from slimstart import EqualWorth, Flops, Paper, SparseTraining
 
@@ -49,6 +48,13 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.first(x)))
         return self.last(torch.relu(x + self.inner(x)))
+
+
+def counting(backend: str = "") -> Any:
+    """A backend that counts how often it compiles."""
+    from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend  # takes a second
+
+    return CompileCounterWithBackend(backend) if backend else CompileCounter()
 
 
 def loss_fn(net: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -127,7 +133,7 @@ def num_structures(shapes: list[Any]) -> list[int]:
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_model_is_compiled_once_per_structure(how: str, differences: Callable[[Any, Any], list[str]]) -> None:
-    compiled = train(Perceptron(), how, CompileCounter(), Paper())
+    compiled = train(Perceptron(), how, counting(), Paper())
     assert compiled["counts"] == num_structures(compiled["shapes"])
     assert compiled["counts"][-1] > 8  # more than Dynamo compiles a module by default
     assert len(set(compiled["counts"][-3:])) == 1  # nothing after the search
@@ -136,7 +142,7 @@ def test_a_model_is_compiled_once_per_structure(how: str, differences: Callable[
 
 @pytest.mark.parametrize("how", ["before", "method"])
 def test_step_runs_the_compiled_model(how: str, differences: Callable[[Any, Any], list[str]]) -> None:
-    compiled = train(Perceptron(), how, CompileCounter(), WIDTHS, by_hand=False)
+    compiled = train(Perceptron(), how, counting(), WIDTHS, by_hand=False)
     assert compiled["counts"] == num_structures(compiled["shapes"])
     assert compiled["counts"][-1] > 2
     plain = train(Perceptron(), "not", None, WIDTHS, by_hand=False)
@@ -144,14 +150,14 @@ def test_step_runs_the_compiled_model(how: str, differences: Callable[[Any, Any]
 
 
 def test_every_structure_may_be_compiled_for_evaluation_too(differences: Callable[[Any, Any], list[str]]) -> None:
-    compiled = train(Perceptron(), "after", CompileCounter(), Paper(), evaluate=True)
+    compiled = train(Perceptron(), "after", counting(), Paper(), evaluate=True)
     assert compiled["counts"] == [2 * num for num in num_structures(compiled["shapes"])]
     plain = train(Perceptron(), "not", None, Paper(), evaluate=True)
     assert differences(plain["found"], compiled["found"]) == []
 
 
 def test_layers_on_streams_are_compiled_in_one_piece(differences: Callable[[Any, Any], list[str]]) -> None:
-    compiled = train(Residual(), "after", CompileCounter(), Paper(), num=5)
+    compiled = train(Residual(), "after", counting(), Paper(), num=5)
     changes = 1 + sum(a != b for a, b in itertools.pairwise(compiled["shapes"]))
     assert compiled["counts"][-1] in (changes, changes + 1)  # the same shapes may be other channels of a stream
     assert differences(train(Residual(), "not", None, Paper(), num=5)["found"], compiled["found"]) == []
@@ -159,7 +165,7 @@ def test_layers_on_streams_are_compiled_in_one_piece(differences: Callable[[Any,
 
 def test_a_layer_may_be_compiled_by_itself(differences: Callable[[Any, Any], list[str]]) -> None:
     """The reference network has a layer of its own, which is not the compiled one."""
-    counter = CompileCounter()
+    counter = counting()
     compiled = train(Residual(), "method", counter, Paper(), num=5, part="inner")
     assert counter.frame_count > 1
     assert differences(train(Residual(), "not", None, Paper(), num=5)["found"], compiled["found"]) == []
@@ -179,7 +185,7 @@ def test_a_copy_of_a_compiled_layer_on_a_stream_is_a_copy() -> None:
 
 
 def test_compiled_backwards_follow_too(differences: Callable[[Any, Any], list[str]]) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = counting("aot_eager")
     compiled = train(Perceptron(), "after", counter, WIDTHS, num=6)
     assert compiled["counts"] == num_structures(compiled["shapes"])
     assert compiled["counts"][-1] > 1
@@ -190,7 +196,7 @@ def test_compiled_backwards_follow_too(differences: Callable[[Any, Any], list[st
 
 @pytest.mark.slow
 def test_inductor_follows() -> None:
-    counter = CompileCounterWithBackend("inductor")
+    counter = counting("inductor")
     try:
         compiled = train(Perceptron(), "after", counter, WIDTHS, num=4)
     except torch._dynamo.exc.BackendCompilerFailed as error:

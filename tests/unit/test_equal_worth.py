@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from torch import nn
 
 from slimstart import Channels, Flops, Params, trace
 from slimstart.errors import CheckpointError
-from slimstart.lab import models
 from slimstart.policies import EqualWorth, EqualWorthSearch, GradientLearner
 from slimstart.policies.equal_worth import FEWEST, SEEN, WINDOW, neighbours
 from slimstart.policies.widths import steps
+from tests.traced import traced
 
-GRAPH = trace(models.build("vgg16", num_classes=10, width=0.25), torch.zeros(1, 3, 32, 32), "stream")
-RESIDUAL = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "stream")
+CHAIN = partial(traced, "vgg16", 32, width=0.25)
+RESIDUAL = partial(traced, "resnet20", 16)
 BUDGETS = [Flops(0.3), Params(0.2), Channels(0.4)]
 
 
@@ -71,17 +72,17 @@ def test_it_finds_the_widths_of_least_loss(values, pull, rounds, within):
 
 def test_the_last_gradients_of_a_window_are_kept():
     """And none that is not finite."""
-    policy = EqualWorth().start(GRAPH.costs, Flops(0.3))
+    policy = EqualWorth().start(CHAIN().costs, Flops(0.3))
     for number in range(250):
-        gradients = torch.full((GRAPH.num_units,), float(number))
+        gradients = torch.full((CHAIN().num_units,), float(number))
         policy.observe_(gradients / 0 if number % 50 == 7 else gradients)
     kept = [number for number in range(250) if number % 50 != 7][-SEEN:]
     assert sorted(policy._seen[:, 0].tolist()) == kept
     state = policy.state_dict()
-    assert state["seen"].shape == (SEEN, GRAPH.num_units)
+    assert state["seen"].shape == (SEEN, CHAIN().num_units)
     policy.draw()
     policy.draw()
-    assert policy.state_dict()["seen"].shape == (0, GRAPH.num_units)  # nothing to keep between windows
+    assert policy.state_dict()["seen"].shape == (0, CHAIN().num_units)  # nothing to keep between windows
     policy.load_state_dict(state)
     assert sorted(policy._seen[:, 0].tolist()) == kept
     with pytest.raises(CheckpointError, match="gradients"):
@@ -89,11 +90,11 @@ def test_the_last_gradients_of_a_window_are_kept():
 
 
 def test_few_gradients_give_no_redundancy_estimate():
-    policies = [EqualWorth().start(GRAPH.costs, Flops(0.3)) for _ in range(2)]
+    policies = [EqualWorth().start(CHAIN().costs, Flops(0.3)) for _ in range(2)]
     for policy, alike in zip(policies, (True, False), strict=True):
         policy.draw()
-        for sign in torch.from_numpy(hadamard(2048))[: FEWEST - 1, : GRAPH.num_units]:
-            policy.observe_(torch.ones(GRAPH.num_units) if alike else sign)
+        for sign in torch.from_numpy(hadamard(2048))[: FEWEST - 1, : CHAIN().num_units]:
+            policy.observe_(torch.ones(CHAIN().num_units) if alike else sign)
         policy.draw()
     assert torch.equal(policies[0].best_guess(), policies[1].best_guess())
 
@@ -113,8 +114,9 @@ def test_redundant_units_are_less_important():
     assert found[1][1] > found[0][1], found
 
 
-@pytest.mark.parametrize("graph", [GRAPH, RESIDUAL], ids=["chain", "residual"])
-def test_neighbours_share_what_their_products_cost(graph):
+@pytest.mark.parametrize("make", [CHAIN, RESIDUAL], ids=["chain", "residual"])
+def test_neighbours_share_what_their_products_cost(make):
+    graph = make()
     """By the arithmetic of convolutions: FLOPs of a layer are in width x out width x what does not change."""
     group, num_groups = graph.costs.unit_group, len(graph.groups)
     sizes = torch.bincount(group).double()
@@ -141,7 +143,7 @@ def test_neighbours_share_what_their_products_cost(graph):
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from(BUDGETS), st.booleans(), st.sampled_from([1, 8]))
 def test_every_structure_fills_the_budget_with_the_most_important_units(seed, budget, residual, align):
-    graph = RESIDUAL if residual else GRAPH
+    graph = RESIDUAL() if residual else CHAIN()
     generator = torch.Generator().manual_seed(seed)
     policy, bound = EqualWorth(align=align, rounds=4).start(graph.costs, budget), budget.bind(graph.costs)
     sizes = torch.bincount(graph.costs.unit_group)
@@ -173,14 +175,14 @@ def test_every_structure_fills_the_budget_with_the_most_important_units(seed, bu
 
 
 def test_without_gradients_it_keeps_equal_shares():
-    policy = EqualWorth(align=1).start(GRAPH.costs, Flops(0.3))
+    policy = EqualWorth(align=1).start(CHAIN().costs, Flops(0.3))
     assert isinstance(policy, GradientLearner)
-    shares = policy.widths / torch.bincount(GRAPH.costs.unit_group)
+    shares = policy.widths / torch.bincount(CHAIN().costs.unit_group)
     assert float(shares.max() - shares.min()) < 0.1
     first = policy.draw()
-    policy.observe_(torch.full((GRAPH.num_units,), torch.nan))  # of a step that was skipped
+    policy.observe_(torch.full((CHAIN().num_units,), torch.nan))  # of a step that was skipped
     assert torch.equal(policy.draw(), first)
-    observe(policy, torch.zeros(GRAPH.num_units))  # nobody reads anything
+    observe(policy, torch.zeros(CHAIN().num_units))  # nobody reads anything
     assert torch.equal(policy.draw(), first)
     while not policy.is_done:  # and the search ends all the same
         policy.draw()
@@ -188,7 +190,7 @@ def test_without_gradients_it_keeps_equal_shares():
 
 
 def test_a_frozen_group_keeps_its_width():
-    policy, group = EqualWorth(align=1).start(GRAPH.costs, Flops(0.3)), GRAPH.costs.unit_group
+    policy, group = EqualWorth(align=1).start(CHAIN().costs, Flops(0.3)), CHAIN().costs.unit_group
     policy.freeze(group == 3)
     before = policy.widths.double()
     values = torch.ones(len(before), dtype=torch.float64)
@@ -204,7 +206,7 @@ def test_a_frozen_group_keeps_its_width():
 
 
 def test_a_group_without_importance_does_not_stop_the_others():
-    policy, group = EqualWorth(align=1).start(GRAPH.costs, Flops(0.3)), GRAPH.costs.unit_group
+    policy, group = EqualWorth(align=1).start(CHAIN().costs, Flops(0.3)), CHAIN().costs.unit_group
     policy.draw()
     worth = torch.logspace(0, 1, len(policy.widths), dtype=torch.float64)
     worth[3] = 1e-12
@@ -217,8 +219,8 @@ def test_a_group_without_importance_does_not_stop_the_others():
 
 
 def test_a_saved_policy_resumes_exactly_within_a_window():
-    first, second = (EqualWorth().start(GRAPH.costs, Flops(0.3)) for _ in range(2))
-    worth = torch.rand(GRAPH.num_units, dtype=torch.float64)
+    first, second = (EqualWorth().start(CHAIN().costs, Flops(0.3)) for _ in range(2))
+    worth = torch.rand(CHAIN().num_units, dtype=torch.float64)
     observe(first, worth * first.draw()[0])
     first.draw()
     first.observe_(worth)
@@ -250,7 +252,7 @@ def test_a_saved_policy_resumes_exactly_within_a_window():
     ],
 )
 def test_how_long_a_search_is(settings, total_steps, window, rounds):
-    policy = EqualWorth(**settings).start(GRAPH.costs, Flops(0.3), total_steps)
+    policy = EqualWorth(**settings).start(CHAIN().costs, Flops(0.3), total_steps)
     assert (policy.window, policy.rounds) == (window, rounds)
     assert policy.padding is None
     policy.draw()
@@ -262,9 +264,9 @@ def test_how_long_a_search_is(settings, total_steps, window, rounds):
 
 def test_settings_serve_several_trainings_and_do_not_change():
     settings = EqualWorth(align=1, rounds=2)
-    first, second = (settings.start(GRAPH.costs, Flops(0.3)) for _ in range(2))
+    first, second = (settings.start(CHAIN().costs, Flops(0.3)) for _ in range(2))
     start = second.best_guess()
-    observe(first, torch.logspace(0, 2, GRAPH.num_units, dtype=torch.float64) * first.draw()[0])
+    observe(first, torch.logspace(0, 2, CHAIN().num_units, dtype=torch.float64) * first.draw()[0])
     assert not torch.equal(first.draw()[0], start)
     assert torch.equal(second.draw()[0], start)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -274,12 +276,12 @@ def test_settings_serve_several_trainings_and_do_not_change():
 
 
 def test_a_structure_update_without_gradients_is_skipped_with_a_warning(caplog):
-    policy = EqualWorth().start(GRAPH.costs, Flops(0.3))
+    policy = EqualWorth().start(CHAIN().costs, Flops(0.3))
     first = policy.draw()
     assert torch.equal(policy.draw(), first)
     assert "observed inside `optimizer.step()`" in caplog.text
     caplog.clear()
-    policy.freeze(torch.ones(GRAPH.num_units, dtype=torch.bool))  # nothing could be observed
+    policy.freeze(torch.ones(CHAIN().num_units, dtype=torch.bool))  # nothing could be observed
     policy.draw()
     assert not caplog.text
 
@@ -303,10 +305,10 @@ def test_wrong_settings_are_refused(changes, message):
 
 
 def test_foreign_states_are_refused():
-    policy = EqualWorth().start(GRAPH.costs, Flops(0.3))
+    policy = EqualWorth().start(CHAIN().costs, Flops(0.3))
     with pytest.raises(CheckpointError, match="lacks sums"):
         policy.load_state_dict({name: value for name, value in policy.state_dict().items() if name != "sums"})
     with pytest.raises(CheckpointError, match="budget"):
-        policy.load_state_dict(EqualWorth().start(GRAPH.costs, Flops(0.2)).state_dict())
+        policy.load_state_dict(EqualWorth().start(CHAIN().costs, Flops(0.2)).state_dict())
     with pytest.raises(CheckpointError, match="units"):
-        policy.load_state_dict(EqualWorth().start(RESIDUAL.costs, Flops(0.3)).state_dict())
+        policy.load_state_dict(EqualWorth().start(RESIDUAL().costs, Flops(0.3)).state_dict())

@@ -11,17 +11,14 @@ from slimstart.flop_counter import flops
 from slimstart.lab import models
 from slimstart.lab.methods import front_heavy, uniform, uniform_mask
 from slimstart.policies import Budget, Channels, EqualWorth, Flops, Params
+from tests.traced import traced
 from tests.zoo import ZOO
-
-GRAPHS = {
-    c: trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), c) for c in ("filter", "stream")
-}
 
 
 @pytest.mark.parametrize("budget", [Flops(0.1), Flops(0.5), Params(0.2), Channels(0.3), Flops(1.0)], ids=str)
 @pytest.mark.parametrize("coupling", ["stream", pytest.param("filter", marks=pytest.mark.slow)])
 def test_the_share_is_the_largest_that_fits(budget: Budget, coupling: str) -> None:
-    graph = GRAPHS[coupling]
+    graph = traced("resnet20", 16, coupling)
     mask = uniform_mask(graph, budget, align=1)
     bound = budget.bind(graph.costs)
 
@@ -141,7 +138,7 @@ def test_a_training_starts_from_the_uniform_network() -> None:
 @pytest.mark.parametrize("align", [1, 8])
 @pytest.mark.parametrize("spread", [1e-9, 1e-3, 1e3, 1e9])
 def test_any_profile_keeps_to_the_budget(spread: float, align: int) -> None:
-    graph = GRAPHS["stream"]
+    graph = traced("resnet20", 16)
     profile = torch.logspace(0, math.log10(spread), len(graph.groups), dtype=torch.float64)
     bound = Flops(0.2).bind(graph.costs)
     assert bound.cost(uniform_mask(graph, Flops(0.2), align, profile)) <= bound.limit

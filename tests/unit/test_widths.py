@@ -1,24 +1,26 @@
 """Widths that fill a budget: shares of all groups, rounded to whole numbers."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimstart import Channels, Flops, Params, trace
-from slimstart.lab import models
+from slimstart import Channels, Flops, Params
 from slimstart.policies.widths import FILLED, SMALL, Fit, steps, whole
+from tests.traced import traced
 
-GRAPH = trace(models.build("vgg16", num_classes=10, width=0.125), torch.zeros(1, 3, 32, 32))
-RESIDUAL = trace(models.build("resnet20", num_classes=10), torch.zeros(1, 3, 16, 16), "filter")
+CHAIN = partial(traced, "vgg16", 32, width=0.125)
+RESIDUAL = partial(traced, "resnet20", 16, "filter")
 BUDGETS = [Flops(0.3), Params(0.2), Channels(0.4)]
 
 
 @settings(max_examples=15)
-@given(st.integers(0, 10**6), st.sampled_from(BUDGETS), st.sampled_from([GRAPH, RESIDUAL]), st.booleans())
-def test_widths_fill_the_budget_and_never_exceed_it(seed, budget, graph, freezing):
+@given(st.integers(0, 10**6), st.sampled_from(BUDGETS), st.sampled_from([CHAIN, RESIDUAL]), st.booleans())
+def test_widths_fill_the_budget_and_never_exceed_it(seed, budget, make, freezing):
+    graph = make()
     generator = torch.Generator().manual_seed(seed)
     bound = budget.bind(graph.costs)
     fit = Fit(bound, graph.costs)
@@ -37,8 +39,9 @@ def test_widths_fill_the_budget_and_never_exceed_it(seed, budget, graph, freezin
     assert same or bound.cost(fit.masks(more.exp())) > bound.limit
 
 
-@pytest.mark.parametrize("graph", [GRAPH, RESIDUAL], ids=["vgg", "resnet"])
-def test_a_mask_keeps_the_first_units_of_every_group(graph):
+@pytest.mark.parametrize("make", [CHAIN, RESIDUAL], ids=["vgg", "resnet"])
+def test_a_mask_keeps_the_first_units_of_every_group(make):
+    graph = make()
     bound = Flops(0.3).bind(graph.costs)
     fit = Fit(bound, graph.costs)
     mask = fit.mask(fit.shares())
@@ -51,8 +54,8 @@ def test_a_mask_keeps_the_first_units_of_every_group(graph):
 
 @pytest.mark.parametrize("budget", [*BUDGETS, Flops(1.0)], ids=str)
 def test_shares_are_equal_or_those_of_a_profile(budget):
-    bound = budget.bind(GRAPH.costs)
-    fit = Fit(bound, GRAPH.costs)
+    bound = budget.bind(CHAIN().costs)
+    fit = Fit(bound, CHAIN().costs)
     shares = fit.shares().exp() / fit.sizes
     assert torch.allclose(shares, shares[0].expand_as(shares))
     profile = torch.linspace(2, 1, len(shares), dtype=torch.float64)
