@@ -161,3 +161,37 @@ def test_pictures_follow_the_theme() -> None:
     )
     expected = "![Accuracy](a.svg#only-light)\n![Accuracy](b.svg#only-dark)"
     assert docs_pages.with_switching_pictures(picture) == expected
+
+
+# --------------------------------------------------------------------------- CONTRIBUTING.md
+
+
+def section(name: str) -> str:
+    """What is between two markers of CONTRIBUTING.md."""
+    (found,) = re.findall(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", read("CONTRIBUTING.md"), re.DOTALL)
+    return found
+
+
+def test_tasks_name_files_and_sentences_that_exist() -> None:
+    rows = [line.strip("| ").split(" | ") for line in section("tasks").strip().splitlines()[2:]]
+    assert len(rows) >= 8
+    for task, files, words in rows:
+        paths = re.findall(r"`([^`]+)`", files)
+        assert 1 <= len(paths) <= 3, task
+        for path in paths:
+            assert (ROOT / path).is_file(), f"{task}: {path}"
+        (quoted,) = re.findall(r'"(.*)"', words)
+        (page,) = re.findall(r"\]\(([^)#]+)", words)
+        plain = " ".join(read(page).replace("**", "").split())
+        assert quoted in plain, f"{task}: {page} does not say {quoted!r}"
+
+
+def test_every_package_is_described() -> None:
+    shown = {name for cell in re.findall(r"^\| (`.*?) \|", section("packages"), re.M) for name in cell.split("`")[1::2]}
+    expected = set()
+    for folder in (ROOT / "src" / "slimstart", ROOT / "src" / "slimstart" / "lab"):
+        for path in folder.iterdir():
+            if (path / "__init__.py").is_file() or (path.suffix == ".py" and not path.name.startswith("__")):
+                name = path.relative_to(ROOT / "src" / "slimstart").as_posix()
+                expected.add(name + "/" * path.is_dir())
+    assert shown - {"slimstart", "slimstart.lab"} == expected
