@@ -69,7 +69,7 @@ _STUDY_RESNET = {
     "finetune_schedule": _falls(0.1, (91, 136), 182),
 }
 
-_OWN, _UNIFORM = "the authors' recipe", "one share of all layers, behind table 1"
+_OWN, _UNIFORM = "the authors' recipe", "one fraction for all layers, as in table 1"
 # Method, whether it is the uniform variant, what it is, and the settings on VGG-16 and on ResNet-20.
 _TABLE: tuple[tuple[str, bool, str, Settings, Settings], ...] = (
     ("l1", False, f"L1-Pruning, {_OWN}", _L1, _L1),
