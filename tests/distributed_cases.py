@@ -209,7 +209,7 @@ def train_widths(
     finished = sparse.finish()
     assert finished is (net if given == "wrapper" else model)
     optimizer.zero_grad()
-    F.cross_entropy(net(images), labels).backward()  # it goes on as plain data-parallel training
+    F.cross_entropy(net(images), labels).backward()  # from here on, plain data-parallel training
     found["gradients"] = [parameter.grad for parameter in model.parameters()]
     return found | {"model": state(model)}
 
@@ -383,7 +383,7 @@ def refused(ranks: ProcessGroup) -> dict[str, list[str]]:
 
 
 def accumulated(ranks: ProcessGroup) -> dict[str, Any]:
-    """Two halves of a batch, of which only the second exchanges gradients."""
+    """Two halves of a batch; only the second exchanges gradients."""
     model = network("none")
     optimizer = sgd(model)
     sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
@@ -500,7 +500,7 @@ def prepare_fails() -> Iterator[None]:
 
 
 def one_cannot_change(ranks: ProcessGroup, policy: str) -> dict[str, Any]:
-    """On process 1 a change cannot be prepared; afterwards both go on."""
+    """On process 1 a change cannot be prepared; afterwards both continue."""
     model = synchronise_batch_norm(network("batch"))
     optimizer = sgd(model)
     chosen = WIDTHS if policy == "equal_worth" else Paper()

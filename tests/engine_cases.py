@@ -400,7 +400,7 @@ def test_other_learners_receive_every_step(device: str, engine: str) -> None:
     good, seen = torch.zeros((), dtype=torch.int64, device=device), []
 
     def also(ok: Tensor) -> None:
-        seen.append(net[0].weight.detach().clone())  # behind the optimizer's step
+        seen.append(net[0].weight.detach().clone())  # after the optimizer's step
         good.add_(ok)
 
     before = net[0].weight.detach().clone()
@@ -497,7 +497,7 @@ def test_one_depthwise_kernel_serves_all_widths(device: str, fuse: bool, monkeyp
     assert len(done) == 1
     while not sparse.settled:
         sparse.step(loss_fn, images[:4], labels[:4])
-    assert calls(sparse, 4) >= 2  # captured anew
+    assert calls(sparse, 4) >= 2  # captured again
     assert calls(sparse, 6) == 1
     assert sparse.reason is None
     paper = SparseTraining(net, SGD(net.parameters(), 0.01), images, Flops(0.5), policy="paper", engine="graphs")

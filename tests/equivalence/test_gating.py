@@ -16,7 +16,7 @@ from tests.tiny_networks import with_dropout
 from tests.zoo import ZOO, Entry, call, cast, shake, tensors
 
 NETWORKS = {**ZOO, "with_dropout": Entry(partial(with_dropout, 10, 1), partial(torch.randn, 2, 1, 16, 16))}
-REFUSED = {  # by the layer that the error names: nobody reads it, or only what is no layer
+REFUSED = {  # by the layer that the error names; no layer reads it
     "non_local": "theta",
     "mlp_mixer": "blocks.0.channel_mix.2",
     "gpt2_conv1d": "c_fc.weight",
@@ -125,7 +125,7 @@ def gated_by_hand(model, x, g):
 
 @pytest.mark.parametrize("kind", [TwoLayers, Words])
 def test_gates_between_zero_and_one(kind):
-    """They act once, behind the normalisation: outputs, gradients of weights and of gates; and when folded in."""
+    """They act once, after the normalisation: outputs, gradients of weights and of gates; also when folded in."""
     model = shake(kind().double())
     inputs = torch.randint(0, 11, (4, 5)) if kind is Words else torch.randn(4, 2, 7, 7).double()
     graph = slimstart.trace(model, inputs, coupling="stream")

@@ -222,7 +222,7 @@ def test_errors_that_only_the_masked_network_shows(monkeypatch):
         mask = torch.ones(graph.num_units, dtype=torch.bool)
         mask[graph.filters["conv"][1]] = False
         dense = reference.masked(model, reference.liveness(model, image, graph.filters, mask))
-        # Zero behind the sigmoid, too.
+        # Zero after the sigmoid, too.
         dense.conv.register_forward_hook(lambda _, args, y: y.index_fill(1, torch.tensor([1]), -1e9))
         narrow = slimstart.compact(model, graph.select(mask))
         with torch.no_grad():

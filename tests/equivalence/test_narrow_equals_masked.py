@@ -24,7 +24,7 @@ TOLERANCE = 1e-10
 
 @functools.cache
 def verified(name, coupling):
-    """A float32 network of the zoo without random layers, its inputs and its proof; nobody may change them."""
+    """A float32 network of the zoo without random layers, its inputs and its verified graph; tests must not change them."""
     torch.manual_seed(0)
     model = shake(ZOO[name].factory())
     for module in model.modules():
@@ -238,7 +238,7 @@ class Residual(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """Normalisations read the stream itself: each has the rows that somebody before it writes."""
+    """Normalisations read the stream itself: each has the rows that earlier layers write."""
 
     def __init__(self):
         super().__init__()
@@ -388,7 +388,7 @@ CASES = {
             "conv1": live((4, 3), [2, 3], None),  # before the addition: the stem's channels only
             "conv2": live((3, 4), None, [0, 3]),
             "bn2": live((4, 4), [0, 3], [0, 3]),
-            "fc": live((4, 2), [0, 2, 3], None),  # behind it: the union
+            "fc": live((4, 2), [0, 2, 3], None),  # after it: the union
         },
         4 + 3 + 4,
     ),

@@ -116,7 +116,7 @@ def test_resumed_in_the_middle_of_a_window(
     sparse.save(tmp_path / "run.pt")
     mask = sparse.mask
     expected, end = run_on(sparse), everything(sparse)
-    assert settled == torch.equal(mask, sparse.mask)  # the search goes on, or is over
+    assert settled == torch.equal(mask, sparse.mask)  # the search continues, or is over
 
     fresh = training(optimizer, coupling, seed=9, policy=policy)
     fresh.load(tmp_path / "run.pt")
@@ -268,7 +268,7 @@ def test_loading_copies_nothing_of_what_it_replaces(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_state_dict_is_a_copy(optimizer: str, differences: Any) -> None:
-    """Kept in memory, it stays what it was: while its own training goes on, and while a training goes on from it."""
+    """A dict in memory does not change: while its own training continues, and while a training resumes from it."""
     sparse = advanced(optimizer=optimizer)
     state = sparse.state_dict()
     kept = copy.deepcopy(state)
@@ -546,7 +546,7 @@ def wrong_dicts(state: dict[str, Any]) -> Iterator[tuple[Where, Any]]:
 
 
 def all_are_refused_or_harmless(options: dict[str, Any], every: int, differences: Any) -> tuple[int, int]:
-    """Try one of so many wrong dicts; returns how many were refused, and how many made no difference."""
+    """Try one part of the wrong dicts; returns how many were refused, and how many made no difference."""
     state = advanced(**options).state_dict()
     well = training(seed=4, **options)
     well.load_state_dict(state)
@@ -681,7 +681,7 @@ def test_the_state_of_another_split_in_groups(differences: Any) -> None:
 
 
 def test_budgets_may_change() -> None:
-    """What a budget allows is no part of the state: a training goes on from a checkpoint under a tighter one."""
+    """The budget is not part of the state: a training resumes from a checkpoint under a tighter one."""
     sparse = training(budget=Channels(0.3))
     sparse.load_state_dict(advanced(budget=Channels(0.6), num_steps=4).state_dict())
     for batch in batches(5):
@@ -846,7 +846,7 @@ def test_metadata_of_a_narrow_state_dict_survive_a_file() -> None:
     assert {name: tensor.shape for name, tensor in state.items()} == {
         name: tensor.shape for name, tensor in sparse.model.state_dict().items()
     }
-    plain = dict(state)  # as after somebody's own loop over tensors: fits its own structure, and no other
+    plain = dict(state)  # without metadata: fits its own structure, and no other
     sparse.model.load_state_dict(plain)
     with pytest.raises(CheckpointError, match=r"does not fit the narrow model .*nothing was loaded"):
         training(seed=9).model.load_state_dict(plain)

@@ -18,7 +18,7 @@ WIDTHS = EqualWorth(resample_every=1, align=1, pull=0.0)
 
 @pytest.fixture(autouse=True)
 def _dynamo() -> Iterator[None]:
-    """No memory of other tests, and an error where Dynamo would go on eagerly."""
+    """Empty caches, and an error where Dynamo would fall back to eager execution."""
     torch._dynamo.reset()
     limits = {name: getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, **limits):

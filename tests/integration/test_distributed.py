@@ -52,7 +52,7 @@ def far(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def in_all(case: Callable[..., Any], *arguments: Any, size: int = 2, **settings: Any) -> list[Any]:
-    """As `on_ranks`, of which nobody may fail."""
+    """As `on_ranks`; no process may fail."""
     found = on_ranks(size, case, *arguments, **settings)
     assert not [one for one in found if one is None or isinstance(one, Exception)], found
     return found
@@ -137,7 +137,7 @@ def test_all_processes_start_with_the_weights_of_the_first(
     assert first["narrow"]["stem.weight"].shape < first["after"]["stem.weight"].shape
 
 
-# --- what the wrapper was told -------------------------------------------------------------------------------------
+# --- options of the wrapper -------------------------------------------------------------------------------------
 
 
 def steps_since_change(masks: list[Any]) -> list[int]:

@@ -126,7 +126,7 @@ def test_a_finished_network_is_trained_by_a_plain_loop(name: str, plain: bool, d
 
 
 def test_a_snapshot_shares_no_memory() -> None:
-    """Nothing is shared with the training: it can go on, and the snapshot stays what it is."""
+    """Nothing is shared with the training: it can continue, and the snapshot does not change."""
     sparse = trained("vgg_bn")
     small = sparse.snapshot(batches(2), loss_fn).eval()
     before, state = outputs(small), copy.deepcopy(small.state_dict())

@@ -210,7 +210,7 @@ def test_a_captured_step_is_as_close_to_float64_as_without(name, autocast):
 
 
 def layers(num):
-    """Convolutions with counters behind them, and nothing that is a chain."""
+    """Convolutions followed by counters, without any chain."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(num)]).cuda().to(memory_format=CL)
     counters = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(num)]

@@ -56,7 +56,7 @@ def _few() -> ArraySet:
     return dataclasses.replace(whole, train=train, test=test)
 
 
-_few()  # before anybody puts it in the place of the whole
+_few()  # read before the fixture replaces `fashion.read`
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ STOPPED = [
 def test_a_run_killed_in_every_other_step_resumes_exactly(
     tmp_path: Path, settings: dict[str, Any], differences: Callable[[Any, Any], list[str]]
 ) -> None:
-    """Every step runs twice, and every cut: once before a kill, and once behind a checkpoint."""
+    """Every step and every cut runs twice: once before a kill, and once after resuming from a checkpoint."""
     recipe = merged(TINY, {"epochs": 1, "batch_size": 48, **settings})
     started(tmp_path / "whole", recipe, place=SELDOM).train()
     stops = 0
@@ -238,7 +238,7 @@ def test_without_fine_tuning_pruning_comes_last(tmp_path: Path, method: str) -> 
     assert [epoch.phase for epoch in record.history] == ["train", "train"]
     assert [epoch.flops_ratio for epoch in record.history] == [1, 1]
     assert record.flops == flops_of(a, b) <= 0.4 * DENSE
-    # Statistics are measured anew on the three batches there are.
+    # Statistics are measured again on the three batches of the data.
     assert record.train_flops == 2 * STEPS * step_flops(8, 16) + NUM_IMAGES * flops_of(a, b)
 
 

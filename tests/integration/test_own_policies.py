@@ -158,7 +158,7 @@ def test_a_policy_that_learns_from_losses() -> None:
     for _ in range(8):
         needed.append(sparse.needs_reference)
         sparse.step(loss_fn, *batch)
-    # A structure is kept for two steps, of which the first is learned from; after the third it is final by itself.
+    # A structure is kept for two steps and learned from in the first; after the third it is final.
     assert needed == [True, False, True, False, True, False, False, False]
     assert [len(pair) for pair in sparse.learner.losses] == [2, 2, 2]  # type: ignore[attr-defined]
     assert sparse.settled

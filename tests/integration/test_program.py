@@ -64,7 +64,7 @@ class Killed(BaseException):
 
 
 class Killer(Unwatched):
-    """Kills after so many steps: every step is asked whether to stop."""
+    """Kills after `steps` steps: every step reads `stop_requested`."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -130,7 +130,7 @@ def test_a_full_model_on_the_cpu_has_the_format_of_the_device() -> None:
     assert {tensor.device for tensor in network.state_dict().values()} == {home}
     weights = [p for p in network.parameters() if p.dim() == 4 and p[0, 0].numel() > 1]
     assert weights
-    assert all(weight.stride(1) == 1 for weight in weights)  # channels lie beside each other
+    assert all(weight.stride(1) == 1 for weight in weights)  # channels are adjacent in memory
     plain = suited(make_model("small", num_classes=10, in_channels=3), home, home)
     assert all(p.is_contiguous() for p in plain.parameters())
 
@@ -261,7 +261,7 @@ def test_dense_and_uniform_have_the_structure_of_their_name(tmp_path: Path) -> N
     dense = started(tmp_path / "dense", merged(base, {"method": "dense"})).train()
     assert (dense.flops_ratio, dense.params_ratio, dense.executed_saving, dense.train_cost_saving) == (1, 1, 1, 1)
     narrow = started(tmp_path / "uniform", merged(base, {"method": "uniform"})).train()
-    assert (narrow.step_ms, narrow.dense_step_ms, narrow.narrow_step_ms) == (None, None, None)  # nobody asked
+    assert (narrow.step_ms, narrow.dense_step_ms, narrow.narrow_step_ms) == (None, None, None)  # not asked for
     assert [epoch.phase for epoch in narrow.history] == ["train"]
     a, b, _ = (layer.width for layer in narrow.layers)
     assert abs(a / 8 - b / 16) <= 1 / 16  # one share for all, up to rounding

@@ -408,7 +408,7 @@ def test_the_first_update_is_the_papers() -> None:
     record = Recorder()
     sparse.step(record, *batches(1)[0])
     raw = 0.5 - 0.01 * torch.sign((record.losses[0] - record.losses[1]) * (sparse.mask.double() - 0.5))
-    expected = raw - (raw.sum() - 18).clamp(min=0) / 36  # 36 filters, of which 18 may stay
+    expected = raw - (raw.sum() - 18).clamp(min=0) / 36  # 18 of 36 filters may stay
     assert torch.allclose(sparse.keep_probs, expected, atol=1e-6)
 
 
@@ -845,7 +845,7 @@ def test_state_of_dropped_channels_is_stored_unchanged() -> None:
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 def test_loading_the_model_takes_effect_and_keeps_the_optimizer(make_optimizer: Any, differences: Any) -> None:
-    """As in PyTorch: other weights are in use at once, the optimizer goes on with the state it has."""
+    """As in PyTorch: the new weights are used at once, and the optimizer keeps its state."""
     sparse = start(make_optimizer=make_optimizer, resample_every=4)
     for batch in batches(6):
         sparse.step(loss_fn, *batch)

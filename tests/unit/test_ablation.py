@@ -28,7 +28,7 @@ SEARCHES = [
 
 @functools.cache
 def search(name: str) -> list[list[int]]:
-    """The widths of all draws, from gradients with a mean, of which the units of late groups share more."""
+    """The widths of all structures, from gradients with a mean that units of late groups share more."""
     generator = torch.Generator().manual_seed(0)
     scale = (0.5 + torch.rand(GRAPH.num_units, generator=generator)) * torch.logspace(0.5, -0.5, GRAPH.num_units)
     bound, same = BUDGET.bind(GRAPH.costs), torch.linspace(0, 3, GRAPH.num_units)

@@ -19,7 +19,7 @@ MEAN, STD = (0.3, 0.5, 0.7), (0.2, 0.25, 0.3)
 
 
 def small_set(num_images: int = 23, side: int = 6, padding: int = 2) -> ArraySet:
-    """Images of which no two are alike; the label of an image is its index."""
+    """Images that all differ; the label of an image is its index."""
     random = np.random.default_rng(0)
     images = torch.from_numpy(random.integers(1, 256, (num_images, 3, side, side + 1), dtype=np.uint8))
     labels = torch.arange(num_images)

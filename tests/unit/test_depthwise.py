@@ -198,7 +198,7 @@ def test_all_of_a_network(swapped):
     assert len(swapped) == 13
     with fusion.fused(plan):
         net(images)
-    assert len(swapped) == 13  # nothing, where nobody asks for it
+    assert len(swapped) == 13  # nothing outside of the context
 
 
 def test_traced_networks_have_them(swapped):

@@ -96,7 +96,7 @@ def test_functions_are_the_same_by_identity_and_methods_by_owner() -> None:
         __hash__ = None  # type: ignore[assignment]
 
     one, other = Owner(), Owner()
-    assert one.loss is not one.loss  # Python makes it anew
+    assert one.loss is not one.loss  # a new object for every access
     assert _Same(one.loss) == _Same(one.loss)
     assert hash(_Same(one.loss)) == hash(_Same(one.loss))
     assert _Same(one.loss) != _Same(other.loss)
@@ -143,7 +143,7 @@ def test_plain_training_is_plain_and_clips(make) -> None:  # type: ignore[no-unt
 
 
 class Refusing:
-    """Steps of which none can be captured."""
+    """Steps that cannot be captured."""
 
     num_captures, failed, reason = 0, False, "the step cannot be captured"
 

@@ -159,7 +159,7 @@ def test_every_structure_fills_the_budget_with_the_most_important_units(seed, bu
             absent = (~one[own]).nonzero().squeeze(1)[: int(step)]
             one[own.start + absent] = True
             assert bool(mask[own].any())
-            if bool((mask[own] & ~before[own]).any()):  # it has grown: everybody stays
+            if bool((mask[own] & ~before[own]).any()):  # it has grown: all of its units stay
                 assert bool(mask[own][before[own]].all())
             elif bool((before[own] & ~mask[own]).any()):
                 assert worth[own][mask[own]].min() >= worth[own][before[own] & ~mask[own]].max()
@@ -182,7 +182,7 @@ def test_without_gradients_it_keeps_equal_shares():
     first = policy.draw()
     policy.observe_(torch.full((CHAIN().num_units,), torch.nan))  # of a step that was skipped
     assert torch.equal(policy.draw(), first)
-    observe(policy, torch.zeros(CHAIN().num_units))  # nobody reads anything
+    observe(policy, torch.zeros(CHAIN().num_units))  # no unit is read
     assert torch.equal(policy.draw(), first)
     while not policy.is_done:  # and the search ends all the same
         policy.draw()

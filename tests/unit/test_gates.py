@@ -425,7 +425,7 @@ def test_grow_efficient_grows_and_prunes(all_on):
     torch.testing.assert_close(gates.s, torch.full_like(gates.s, 0.1 + move))
     assert (move < 0) == all_on
     gates.learn_(YES)
-    assert float(gates.momentum[0]) != pytest.approx(MOMENTUM * -move / 0.1)  # the penalty goes on
+    assert float(gates.momentum[0]) != pytest.approx(MOMENTUM * -move / 0.1)  # the penalty is still applied
 
 
 def test_grow_efficient_learning_rate_drops():

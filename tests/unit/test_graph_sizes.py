@@ -179,7 +179,7 @@ def test_attention_heads_are_dropped_as_a_whole(forward, options, changed, coupl
     assert int(units.min()) >= 0
     assert len(units.unique()) == dense.groups
     assert {name for module, name in graph.attributes if module == "attention"} == changed
-    # one head of keys less, and whoever counts heads counts one less
+    # one head of keys less, also in the attribute that counts heads
     mask = torch.ones(graph.num_units, dtype=torch.bool)
     mask[units[0]] = False
     narrow = slimstart.compact(model, graph.select(mask)).attention

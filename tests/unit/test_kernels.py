@@ -85,7 +85,7 @@ KINDS += random_kinds(40)
 
 
 def laid_out(shape, order, dtype, generator, device):
-    """Any bits, NaN among them, with others in front and behind: what is not moved must not leave a trace."""
+    """Random bits, some of them NaN, with guard entries around: entries that are not moved must not change."""
     order = range(len(shape)) if order is None else order
     length = math.prod(shape) + 8
     if dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""The layout of the package: a library that does without the lab, and modules that can be told apart by name."""
+"""The layout of the package: a library without imports of the lab, few entries at the root, unique module names."""
 
 import ast
 import subprocess

@@ -40,7 +40,7 @@ def test_one_mask_after_the_other_is_the_narrow_network(name: str, coupling: str
     before = copy.deepcopy(model.state_dict())
     masked = MaskedNetwork(model, graph)
     # An empty mask, for the at-least-one rule; units that come back. Evaluation first: then nothing counts running
-    # statistics any more, of which the copy keeps its own.
+    # statistics any more, and the copy keeps its own.
     for ratio, training in [(0.6, False), (0.0, False), (0.6, True), (0.0, True), (1.0, True), (0.3, True)]:
         mask = torch.rand(graph.num_units) < ratio
         masked.set_(mask)

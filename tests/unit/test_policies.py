@@ -314,7 +314,7 @@ def test_losses_that_are_not_finite_change_nothing(bad: float) -> None:
     assert torch.equal(before["masks"], after["masks"])
     assert before["num_updates"] == after["num_updates"] == 2
     assert torch.equal(before["adam"]["exp_avg"], after["adam"]["exp_avg"])
-    policy.update(torch.tensor([1.0, 2.0]))  # and it goes on
+    policy.update(torch.tensor([1.0, 2.0]))  # and it continues
 
 
 def test_update_needs_fresh_masks_and_one_loss_for_each() -> None:

@@ -151,7 +151,7 @@ def test_uniform_start_of_channels_is_the_papers() -> None:
     for fraction in (0.1, 0.3, 0.7):
         s = uniform_start(Channels(fraction).bind(filters_table([1, 3, 2, 1, 5])))
         assert s.tolist() == pytest.approx([fraction] * 5, rel=1e-15)
-    for num_units in range(10, 200):  # sums of so many equal numbers round up now and then
+    for num_units in range(10, 200):  # sums of many equal numbers sometimes round up
         bound = Channels(0.1).bind(chain([num_units]))
         assert float(bound.expected(uniform_start(bound))) <= bound.limit
 

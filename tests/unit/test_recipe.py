@@ -231,7 +231,7 @@ def test_the_learning_rate_by_hand() -> None:
     rates = [learning_rate(recipe, step, steps_per_epoch=5) for step in range(60)]
     assert rates[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert rates[10] == 1.0
-    assert rates[30] == pytest.approx(0.5)  # half of the 40 steps behind the warm-up
+    assert rates[30] == pytest.approx(0.5)  # half of the 40 steps after the warm-up
     assert rates[49] == pytest.approx(0.5 * (1 + math.cos(math.pi * 39 / 40)))
     assert rates[50:] == [0.01] * 10
 

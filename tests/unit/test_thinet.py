@@ -186,7 +186,7 @@ def test_the_scale_of_a_duplicate_channel_includes_the_removed_one() -> None:
     kept = thinet.removal_order(gram) >= 3
     assert all(bool(kept[a] ^ kept[b]) for a, b in twins.items())
     found = thinet.scales(gram, kept)
-    # x_b = 6 x_a, so that the one stands for 7 sixths of itself, or the other for seven.
+    # x_b = 6 x_a, so x_a + x_b is 7/6 of x_b, or 7 of x_a.
     torch.testing.assert_close(found[list(twins.values())], torch.full((3,), 7 / 6, dtype=torch.float64))
 
 

@@ -72,7 +72,7 @@ def test_channels_that_leave_keep_their_average_also_through_a_checkpoint() -> N
         file.seek(0)
         another = WeightAverage(0.9, make(seed=5), graph)
         another.load_state_dict(torch.load(file))
-        if step % 2:  # go on with the one that was read, and with the one that was written
+        if step % 2:  # continue with the one that was read, and with the one that was written
             average = another
     state = average.state_dict()["tensors"]
     assert all(torch.allclose(state[name], tensor, atol=1e-6) for name, tensor in expected.items())

@@ -521,7 +521,7 @@ class EverySecond(ChannelOp):
 
 
 class NarrowChannels(ChannelOp):
-    """The first channels go on, the rest are dropped."""
+    """The first channels are used, the rest are dropped."""
 
     def __init__(self):
         super().__init__(c=12, after=8)
@@ -554,7 +554,7 @@ class SortChannels(ChannelOp):
 
 
 class FourierChannels(ChannelOp):
-    """A complex spectrum over the channels; its magnitude goes on."""
+    """A complex spectrum over the channels; its magnitude is used."""
 
     def __init__(self):
         super().__init__(c=8, after=5)
