@@ -24,7 +24,7 @@ TOLERANCE = 1e-10
 
 @functools.cache
 def verified(name, coupling):
-    """A float32 network of the zoo without random layers, its inputs and its verified graph; tests must not change them."""
+    """A float32 network of the zoo without random layers, its inputs and its graph, verified; read only."""
     torch.manual_seed(0)
     model = shake(ZOO[name].factory())
     for module in model.modules():
