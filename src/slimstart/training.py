@@ -1,4 +1,4 @@
-"""SparseTraining: the user's model is the narrow network, and the user's loop stays as it is.
+"""SparseTraining: the user's model is the narrow network, and the user's loop is unchanged.
 
     sparse = SparseTraining(model, optimizer, images[:2], budget=Flops(0.10), total_steps=steps)
     for images, labels in loader:
@@ -30,14 +30,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from slimstart.devices import device_of
-from slimstart.distributed.process_group import (
-    Averages,
-    ProcessGroup,
-    gradient_bytes,
-    num_examples,
-    reporting,
-    running_statistics,
-)
+from slimstart.distributed.process_group import ProcessGroup, gradient_bytes, num_examples
 from slimstart.errors import CheckpointError, TraceError
 from slimstart.flop_counter import flops as count_flops
 from slimstart.graph import ChannelGraph
@@ -52,7 +45,7 @@ from slimstart.steps import Backward, LossFunction, Steps
 from slimstart.steps import host_memory as memory
 from slimstart.steps.captured import CapturedStep
 from slimstart.steps.drawing import Draw
-from slimstart.steps.eager import as_returned, check_finite, forward_only, loss_of, undoing_statistics
+from slimstart.steps.eager import check_finite, run_step
 from slimstart.steps.engine import Stepping, assemble
 from slimstart.steps.final_mask import as_loss, choose_mask, first_batches
 from slimstart.steps.optimizers import StepHooks, check_optimizers, fuse, unfuse
@@ -215,18 +208,22 @@ class SparseTraining(Stepping):
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
         if self.needs_reference:
             self._networks.references.take_snapshot()
-        network = network_of(self._given, self.model, self.process_group)
-        with undoing_statistics(self._networks.statistics), reporting():
-            with self._kernels:
-                loss, more = loss_of(loss_fn(network, *batch))
-                others = self._networks.references.of_draw(snapshot=False) if self.needs_reference else ()
-                reference_losses = [forward_only(loss_fn, net, batch) for net in others]
-            found = self._average([loss, *reference_losses], self.num_examples, self._unchanged)
-        with reporting():
-            self._backward(loss if found.weight == 1 else found.weight * loss)  # its hooks learn from gradients
+        result, found = run_step(
+            loss_fn,
+            network_of(self._given, self.model, self.process_group),
+            batch,
+            self._backward,  # hooks on the optimizers learn from the gradients, and change the structure
+            self.process_group,
+            self.num_examples,
+            references=self._networks.references.of_draw(snapshot=False) if self.needs_reference else (),
+            statistics=self._networks.statistics,
+            check=lambda losses: check_finite(self.num_steps, *losses, unchanged=self._unchanged),
+            kernels=self._kernels,
+        )
+        self.num_examples = found.num_examples
         if self._structure.gradients is None:
             self._structure.learn(found.losses)
-        return as_returned(found.losses[0].detach(), more)
+        return result
 
     def _find_captured(self, steps: Steps, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         if self.needs_reference:
@@ -267,22 +264,12 @@ class SparseTraining(Stepping):
                     f"`needs_reference` is true, so `update` needs the losses of {needed} reference network(s) too, in "
                     "the order of `references()`"
                 )
-        unchanged = "keep-probabilities are" if self._structure.learns_from_losses else None
-        found = self._average([torch.as_tensor(one).detach() for one in losses], count, unchanged)
-        self._structure.learn(found.losses)
-
-    def _average(self, losses: Sequence[Tensor], count: float, unchanged: str | None) -> Averages:
-        """Average losses and running statistics over processes, and refuse losses that are not finite.
-
-        Args:
-            unchanged: description of what the losses have not changed, for the error; None accepts any losses.
-        """
-        statistics = running_statistics(self.model) if self.process_group.size > 1 else ()
-        found = self.process_group.average(losses, count, statistics)
-        if unchanged is not None:
-            check_finite(self.num_steps, *found.losses, unchanged=unchanged)
+        detached = [torch.as_tensor(one).detach() for one in losses]
+        found = self.process_group.average_step(self.model, detached, count)
+        if self._structure.learns_from_losses:
+            check_finite(self.num_steps, *found.losses, unchanged="keep-probabilities are")
         self.num_examples = found.num_examples
-        return found
+        self._structure.learn(found.losses)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self._ready()

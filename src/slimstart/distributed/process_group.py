@@ -100,6 +100,10 @@ class ProcessGroup:
         means = [mean.to(loss) for mean, loss in zip((sums[0] / total).unbind(), losses, strict=True)]
         return Averages(means, count * self.size / float(total), float(total))
 
+    def average_step(self, net: nn.Module, losses: Sequence[Tensor], count: float) -> Averages:
+        """Means of losses, and of the running statistics that the forward has changed, over the examples."""
+        return self.average(losses, count, running_statistics(net) if self.size > 1 else ())
+
     def average_statistics(self, net: nn.Module, training: bool = False) -> None:
         """Average the running statistics of a network; `training`: only those that a forward changes."""
         if self.size > 1:

@@ -1,13 +1,13 @@
-"""One eager step: what a loss function returns, the check of losses, gradients, clipping and the optimizers' steps.
+"""One eager step: the forward, the forwards of references, the check of the losses, the backward and the update.
 
-`SparseTraining.step` and captured steps use the same parts.
+Captured steps are made of the same parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from slimstart.devices import cuda_devices
+from slimstart.distributed.process_group import Averages, ProcessGroup, reporting
 from slimstart.errors import NonFiniteLossError
 from slimstart.steps.optimizers import complete_momentum
 
@@ -27,6 +28,48 @@ LossFunction = Callable[..., Any]
 
 NOTHING = object()
 """Marks a loss function that returns only the loss."""
+
+
+def run_step(
+    loss_fn: LossFunction,
+    network: nn.Module,
+    batch: Sequence[Any],
+    backward: Backward,
+    process_group: ProcessGroup,
+    num_examples: float,
+    *,
+    references: Iterable[nn.Module] = (),
+    statistics: Sequence[Tensor] = (),
+    check: Callable[[Sequence[Tensor]], None] | None = None,
+    kernels: AbstractContextManager[object] = nullcontext(),  # noqa: B008  # it has no state
+) -> tuple[Any, Averages]:
+    """Train a network on one batch.
+
+    Args:
+        loss_fn: loss function of a network and the batch.
+        network: network that is trained.
+        batch: arguments of the loss function after the network.
+        backward: backward and update.
+        process_group: processes that train together.
+        num_examples: number of examples in this process's batch.
+        references: networks that see the same batch, one after the other, without gradients.
+        statistics: buffers that are restored if `check` refuses the losses.
+        check: raises a `NonFiniteLossError` for losses that must not be trained on.
+        kernels: context of the forwards.
+
+    Returns:
+        The result of the loss function, detached, and the losses of all networks, averaged over processes.
+    """
+    with undoing_statistics(statistics), reporting():
+        with kernels:
+            loss, more = loss_of(loss_fn(network, *batch))
+            reference_losses = [forward_only(loss_fn, net, batch) for net in references]
+        found = process_group.average_step(network, [loss, *reference_losses], num_examples)
+        if check is not None:
+            check(found.losses)
+    with reporting():
+        backward(loss if found.weight == 1 else found.weight * loss)
+    return as_returned(found.losses[0].detach(), more), found
 
 
 def loss_of(result: Any) -> tuple[Tensor, Any]:

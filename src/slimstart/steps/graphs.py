@@ -67,7 +67,7 @@ class Steps:
         self.losses, self.ok, self._device = losses, self._shared.ok, losses.device
         self._pools: tuple[Pool, Pool] | None = (Pool(self._device), Pool(self._device))
         self.side, self._forwarded = torch.cuda.Stream(self._device), torch.cuda.Event()
-        self._met: OrderedDict[Any, None] = OrderedDict()  # kinds that have run eagerly, whatever the network's shapes
+        self._met: OrderedDict[Any, None] = OrderedDict()  # kinds that have run eagerly, for any shapes of the network
         self._kinds: OrderedDict[Any, CapturedStep | _Failed | None] = OrderedDict()  # kinds with the present shapes
         self._num_new_kinds = 0
         self._modules, self._parameters = _walk(subject.module)

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from slimstart.distributed.process_group import num_examples, process_group, reporting, running_statistics
-from slimstart.steps.eager import Backward, LossFunction, as_returned, loss_of
+from slimstart.distributed.process_group import num_examples, process_group
+from slimstart.steps.eager import Backward, LossFunction, run_step
 from slimstart.steps.engine import Stepping, choose
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import fuse as fuse_optimizer
@@ -81,14 +81,11 @@ class PlainTraining(Stepping):
         return kind.result()
 
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
-        with reporting():
-            with self._kernels:
-                loss, more = loss_of(loss_fn(self.net, *batch))
-            statistics = running_statistics(self.net) if self.process_group.size > 1 else ()
-            found = self.process_group.average([loss], self.num_examples, statistics)
-            self._backward(loss if found.weight == 1 else found.weight * loss)
+        result, found = run_step(
+            loss_fn, self.net, batch, self._backward, self.process_group, self.num_examples, kernels=self._kernels
+        )
         self.num_examples = found.num_examples
-        return as_returned(found.losses[0].detach(), more)
+        return result
 
 
 class _Subject:
