@@ -19,7 +19,8 @@ THEMES = {  # as the report of a run has them
 }
 OTHER = {"light": "#c76a15", "dark": "#f07a4c"}  # of the best shallower network
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
-WIDTH, MARGIN, TOP, ROW, BOTTOM = 640, 16, 44, 58, 52
+WIDTH, MARGIN, TOP, ROW, BOTTOM = 640, 12, 44, 62, 52
+LANE = 28, 56  # of the points, below the label of a row
 
 
 def draw(results: Results, theme: str) -> str:
@@ -30,7 +31,7 @@ def draw(results: Results, theme: str) -> str:
     colors = {**THEMES[theme], "shallower": OTHER[theme]}
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'role="img" font-family="{FONT}" font-size="14" fill="{colors["ink"]}">',
+        f'role="img" font-family="{FONT}" font-size="15.5" fill="{colors["ink"]}">',
         "<title>Accuracy of slimstart against the uniform network of equal FLOPs</title>",
     ]
 
@@ -42,7 +43,8 @@ def draw(results: Results, theme: str) -> str:
     for tick in range(low, high + 1):
         x, is_start = place(tick), tick == 0
         stroke = colors["muted"] if is_start else colors["line"]
-        parts.append(f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{stroke}" stroke-width="1"/>')
+        lanes = "".join(f"M{x:.1f} {TOP + ROW * i + LANE[0]}v{LANE[1] - LANE[0]}" for i in range(len(found)))
+        parts.append(f'<path d="{lanes}" stroke="{stroke}"/>')
         text = f"{tick:+d}".replace("-", "−") if tick else "0"
         parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle" fill="{colors["muted"]}">{text}</text>')
     parts.append(
@@ -58,10 +60,10 @@ def draw(results: Results, theme: str) -> str:
             x, spread = place(row.accuracy - one.uniform.accuracy), row.spread(lambda run: run.accuracy) or 0.0
             half = spread * (place(1) - place(0))
             parts.append(
-                f'<path d="M{x - half:.1f} {y + 40 + shift}H{x + half:.1f}" stroke="{colors[name]}" '
+                f'<path d="M{x - half:.1f} {y + 42 + shift}H{x + half:.1f}" stroke="{colors[name]}" '
                 'stroke-width="3" stroke-linecap="round" opacity="0.45"/>'
             )
-            parts.append(f'<circle cx="{x:.1f}" cy="{y + 40 + shift}" r="5.5" fill="{colors[name]}"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y + 42 + shift}" r="5.5" fill="{colors[name]}"/>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -90,7 +92,7 @@ def _legend(colors: dict[str, str], with_shallower: bool) -> Iterator[str]:
         if name == "shallower" and not with_shallower:
             continue
         yield f'<circle cx="{x}" cy="20" r="5.5" fill="{colors[name]}"/><text x="{x + 12}" y="25">{text}</text>'
-        x += 36 + 8 * len(text)
+        x += 40 + 9 * len(text)
     yield (
         f'<text x="{WIDTH - MARGIN}" y="25" text-anchor="end" fill="{colors["muted"]}">'
         "mean ± standard deviation over seeds</text>"
