@@ -1,9 +1,9 @@
-"""What each ingredient of equal worth adds: the training program as it is, with one piece of the policy replaced.
+"""Ablation of equal worth: the training program with one part of the policy replaced.
 
     python benchmarks/ablation.py --model vgg19 --budget flops=0.1 --data-dir DIR --device cuda \
         --precision bfloat16 --seeds 0,1,2 --out results/ablation-vgg19.json
 
-This is the script by which settings are chosen.
+Settings are chosen with this script.
 """
 
 from __future__ import annotations

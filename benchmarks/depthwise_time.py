@@ -1,9 +1,9 @@
-"""Depthwise convolutions by kernels for all widths, beside those that cuDNN compiles for each: at first, and later.
+"""Depthwise convolutions by kernels for all widths, against cuDNN's, which are compiled for each width.
 
 python benchmarks/depthwise_time.py --device cuda --out results/depthwise_h200.json
 
-Forward and backward of 3 x 3 filters in bfloat16, channels-last; on a GPU, after the first call, as CUDA graphs. Ours
-may be in Triton's cache on disk already: its first calls are those of a machine that has met the kind of width before.
+Forward and backward of 3 x 3 filters in bfloat16, channels-last: the first call, then CUDA graphs. The first call of
+the Triton kernels may find them in the cache on disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import records
+import benchmark_record
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -92,7 +92,7 @@ def main() -> None:
     whole = {name: sum(row[name] for row in rows) for name in ("torch_ms", "ours_ms")}
     print(f"all of them: {whole['ours_ms'] / whole['torch_ms']:.2f} times the time of torch")
     if args.out:
-        records.write(args.out, "depthwise_time", rows, args.device)
+        benchmark_record.write(args.out, "depthwise_time", rows, args.device)
 
 
 if __name__ == "__main__":

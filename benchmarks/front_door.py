@@ -1,7 +1,7 @@
-"""What the front door costs: a settled step in the user's own loop, a change of structure, and memory.
+"""Costs of `SparseTraining` in a training loop: a step after the search, a change of structure, and memory.
 
-Both sides of a comparison run in one process, in turns, and the medians of their times are compared: these machines are
-noisy. The plain network is a copy of the finished one, without anything of ours.
+Both networks of a comparison run in one process, in turns, and the medians of their times are compared, because times
+on shared machines vary. The plain network is a copy of the finished one, without hooks.
 
     python benchmarks/front_door.py [--out FILE]
 """

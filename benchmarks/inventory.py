@@ -1,6 +1,6 @@
-"""Memory on the device of a training whose dense model is on the host, counted beforehand.
+"""Predicted device memory of a training whose dense model is on the host.
 
-Shapes are enough: the narrow network of a first draw runs on the meta device, and `Peak` counts the tensors.
+The narrow network of a first draw runs on the meta device, where tensors have shapes only, and `Peak` counts them.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ import argparse
 import statistics
 from pathlib import Path
 
+import benchmark_record
 import numpy as np
-import records
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ def main() -> None:
             print(f"lr {lr}: {variant:10} {statistics.mean(accuracies):.2f} +- {spread:.2f}", flush=True)
     if args.out:
         settings = {k: v for k, v in vars(args).items() if k not in ("out", "data", "device")}
-        records.write(args.out, "late_waking", rows, args.device, settings=settings)
+        benchmark_record.write(args.out, "late_waking", rows, args.device, settings=settings)
 
 
 if __name__ == "__main__":

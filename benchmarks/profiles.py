@@ -1,10 +1,10 @@
-"""How much structure matters: profiles by hand, of equal FLOPs, trained as the narrow network is.
+"""Width profiles by hand, with equal FLOPs, trained like the uniform network.
 
     python benchmarks/profiles.py --variants uniform,front --data-dir DIR --device cuda --precision bfloat16 \
         --seeds 0 --out results/ablation/resnet32-profiles.json
 
-Those with names are for CIFAR ResNets. Every filter has its own mask there (coupling "filter"): a profile also says
-which channels of a stream a block writes. Widths with slashes, one for each group, are for any network.
+Profiles with names are for CIFAR ResNets with a mask for each filter (coupling "filter"): a profile also says which
+channels of a stream a block writes. For other networks, give one width for each group, with slashes between them.
 """
 
 from __future__ import annotations

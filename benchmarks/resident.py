@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import records
+import benchmark_record
 import torch
 import torch.nn.functional as F
 from inventory import WORKSPACE, inventory
@@ -263,7 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"with the dense model on the host, a step takes longer by {slower}", flush=True)
     if args.out:
         settings = {key: value for key, value in vars(args).items() if key not in ("out", "device")}
-        records.write(args.out, "resident", rows, device=args.device, **settings, slower=slower)
+        benchmark_record.write(args.out, "resident", rows, device=args.device, **settings, slower=slower)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What processes exchange, and the time of a step, dense and narrow: on one process and on two, over gloo.
+"""Bytes that processes exchange, and step times, dense and narrow: one process and two, over gloo.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py --out results/scaling_cpu.json
     python benchmarks/scaling.py --tables results/scaling_cpu.json    # those of docs/scaling.md
 
-The whole batch is the same for any number of processes. Times are medians over steps after the first few. "exchange" is
-an all-reduce of as many bytes as the gradients have, alone. For the networks that are only counted (`--count`), bytes
-are those of the draws at the beginning of a search.
+The whole batch is the same for any number of processes. Times are medians, without the first steps. "exchange" is an
+all-reduce of as many bytes as the gradients have. For networks that are only counted (`--count`), the bytes are those
+of draws at the beginning of a search.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import records
+import benchmark_record
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -118,7 +118,7 @@ def count(name: str, budget: float, draws: int = 5) -> dict[str, Any]:
 
 
 def measured(rows: list[dict[str, Any]]) -> list[str]:
-    """One rank and two, side by side."""
+    """The table of one process and of two."""
     lines = ["| FLOPs, % | held for | gradients, MB | of dense, % | exchange, ms | 1 process, ms | 2 processes, ms |"]
     lines.append("|---" * 7 + "|")
     one, two = ([row for row in rows if row.get("ranks") == size] for size in (1, 2))
@@ -133,7 +133,7 @@ def measured(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def expected(rows: list[dict[str, Any]]) -> list[str]:
-    """Efficiency against one GPU where nothing of an exchange is hidden behind the backward, and the exchange."""
+    """The table of efficiency against one GPU, where the exchange does not overlap with the backward."""
     (row,) = (row for row in rows if row["model"] == "resnet50")
     dense_ms = WRN_MS * RESNET50_FLOPS / WRN_FLOPS
     narrow_ms, name = dense_ms * WRN_NARROW_MS / WRN_MS, f"{100 * row['flops']:.0f} % FLOPs"
@@ -156,7 +156,7 @@ def expected(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def all_reduce_seconds(size: float, gpus: int) -> float:
-    """Reduce within a machine, a ring over machines of each GPU's part, and back."""
+    """Seconds of an all-reduce: within a machine, then a ring between machines, then within a machine again."""
     inside = 2 * (MACHINE - 1) / MACHINE * size / (REACHED * NVLINK) + 2 * (MACHINE - 1) * LATENCY
     machines = gpus // MACHINE
     if machines == 1:
@@ -197,7 +197,7 @@ def main() -> None:
             subprocess.run([*torchrun, __file__, *own], check=True)
             rows += json.loads(Path(folder, str(size)).read_text())
     rows.append(count(options.count, 0.10))
-    records.write(options.out, "scaling", rows, warm_up=WARM_UP, steps=STEPS)
+    benchmark_record.write(options.out, "scaling", rows, warm_up=WARM_UP, steps=STEPS)
     for row in rows:
         print(row)
 

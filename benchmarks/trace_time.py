@@ -1,4 +1,4 @@
-"""How long `trace` takes beside one forward, on full-size networks. Run from the repository root.
+"""Time of `trace`, and of one forward, on full-size networks. Run from the repository root.
 
 python benchmarks/trace_time.py --out results/trace_time_cpu.json
 """
@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import records
+import benchmark_record
 import torch
 
 import slimstart
@@ -41,7 +41,7 @@ def main() -> None:
             rows.append({**row, "forward_s": min(forwards), "trace_s": min(traces), "rounds": args.rounds})
             print(f"{name}, {coupling}: trace {min(traces):.2f} s, one forward {min(forwards):.2f} s", flush=True)
     if args.out:
-        records.write(args.out, "trace_time", rows)
+        benchmark_record.write(args.out, "trace_time", rows)
 
 
 if __name__ == "__main__":

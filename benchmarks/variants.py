@@ -1,8 +1,8 @@
-"""What benchmarks that compare variants of one training share: the command line, the runs, their rows, the record.
+"""Shared code of benchmarks that compare variants of one training: command line, runs, rows, record.
 
-A variant is a training of the program as it is, with other settings or with pieces of ours replaced while it runs.
-Accuracy is that of a validation split by default: settings are chosen by these, and the test images have no part in
-that. Runs that a former call has finished are not repeated (`--runs`).
+A variant is a training of the program with other settings, or with parts of slimstart replaced while it runs.
+Accuracy is that of a validation split by default, because settings are chosen by it. Finished runs in `--runs` are
+not repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import records
+import benchmark_record
 import variant_tables
 
 from slimstart.lab.recipes.recipe import Recipe
@@ -27,12 +27,12 @@ from slimstart.lab.run.environment import Place, find_device
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What makes a variant.
+    """The difference between a variant and the default.
 
     Attributes:
-        text: for the table.
+        text: description for the table.
         recipe: other settings of the training.
-        pieces: other values of what is ours, by module and name.
+        pieces: replacements in slimstart, by module and name.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Change:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """While its pieces are in the place of ours."""
+        """A context in which the pieces are replaced."""
         with contextlib.ExitStack() as stack:
             for piece, value in self.pieces.items():
                 stack.enter_context(patch(piece, value))
@@ -49,7 +49,7 @@ class Change:
 
 
 def run(name: str, change: Change, base: Recipe, folder: Path, place: Place) -> dict[str, Any]:
-    """One row."""
+    """Train a variant, and return its row."""
     recipe = dataclasses.replace(base, **change.recipe)
     label = re.sub(r"[^\w.]+", "-", f"{name}-{recipe.budget}-seed{recipe.seed}")
     with change.in_place():
@@ -72,15 +72,15 @@ def run(name: str, change: Change, base: Recipe, folder: Path, place: Place) -> 
 def main(
     benchmark: str, doc: str | None, change_of: Callable[[str], Change], variants: str, about: str, model: str
 ) -> None:
-    """Run what the command line asks for, row by row, and write the record after each.
+    """Run the variants of the command line, and write the record after each row.
 
     Args:
-        benchmark: its name in the record.
-        doc: of its script.
-        change_of: from the name of a variant.
-        variants: by default, with commas.
-        about: help on their names.
-        model: by default.
+        benchmark: name in the record.
+        doc: docstring of the script, for --help.
+        change_of: returns the change of a variant, by its name.
+        variants: default of --variants.
+        about: help text of --variants.
+        model: default of --model.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", default=variants, help=about)
@@ -115,5 +115,7 @@ def main(
             for name, change in changes.items():
                 rows.append(run(name, change, base, args.runs / args.model, place))
                 print(rows[-1], flush=True)
-                records.write(args.out, benchmark, rows, str(find_device(args.device)), texts=texts, **settings)
+                benchmark_record.write(
+                    args.out, benchmark, rows, str(find_device(args.device)), texts=texts, **settings
+                )
     print("\n".join(markdown_table(list(variant_tables.cells(rows, texts)), ())))

@@ -199,7 +199,7 @@ def test_cells() -> None:
         "cost saving, executed": "5.43×",
         "step, ms": "8.00 (3.00 / 4.25)",
         "step against dense": "2.50×",  # 20 / 8
-        "step against narrow": "0.75×",  # 6 / 8
+        "step against uniform": "0.75×",  # 6 / 8
         "training time": "90.0 min",
         "peak memory": "1.50 MiB",
     }
@@ -207,13 +207,13 @@ def test_cells() -> None:
 
 def test_what_is_missing_is_a_dash() -> None:
     row = Row((make("dense", timed=False, peak_memory_bytes=0),))
-    for title in ("budget", "step, ms", "step against dense", "step against narrow", "peak memory"):
+    for title in ("budget", "step, ms", "step against dense", "step against uniform", "peak memory"):
         assert CELL[title](row) == "–"
     row = Row(
         (dataclasses.replace(make(), narrow_step_ms=None, step_forward_ms=None, step_backward_ms=None, step_ms=2.0),)
     )
     assert CELL["step, ms"](row) == "2.00"
-    assert CELL["step against narrow"](row) == "–"
+    assert CELL["step against uniform"](row) == "–"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`slimstart bench`: the time of a training step, of ours, of the dense network and of the uniform one, in one run.
+"""`slimstart bench`: step times of slimstart, the dense network and the narrow network, measured in one run.
 
 Open `benchmark.py` first.
 """

@@ -1,4 +1,4 @@
-"""The figure of a benchmark: speed-up against FLOPs left, as an SVG file that stands alone, for light and dark."""
+"""The figure of a benchmark: speed-up by remaining FLOPs, as an SVG file for light and dark pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slimstart.lab.reports.series import DASHES, MARKERS
 
 HEIGHT = 330.0
 PAPER = ((0.286, 1.55), (0.193, 2.09), (0.103, 3.20), (0.049, 4.50), (0.017, 7.41))
-"""FLOPs left and speed-up of VGG-19 on an RTX 2080 Ti, as the paper reports them."""
+"""Remaining FLOPs and speed-up of VGG-19 on an RTX 2080 Ti, as the paper reports them."""
 
 Point = tuple[float, float]
 
@@ -55,7 +55,7 @@ def draw(bench: Bench) -> str:
                 linestyle=(0, DASHES[dashes] or None),
                 label=label,
             )
-        axes.set_xlabel("FLOPs left, of dense")
+        axes.set_xlabel("FLOPs, of dense")
         canvas.legend(
             loc="upper left", ncols=2, frameon=False, fontsize=FONT - 1.5, borderaxespad=0.2, columnspacing=1.2
         )
@@ -66,7 +66,7 @@ def draw(bench: Bench) -> str:
 def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[Point], str, int | None, int]]:
     """Label, points, colour, marker and dashes of each line."""
     ratios = [row.flops_ratio for row in rows] + [ratio for ratio, _ in PAPER]
-    yield "as FLOPs fall", [(ratio, 1 / ratio) for ratio in (min(ratios), max(ratios))], "muted", None, 2
+    yield "proportional to FLOPs", [(ratio, 1 / ratio) for ratio in (min(ratios), max(ratios))], "muted", None, 2
     yield (
         "narrow network: the limit",
         _joined((row.flops_ratio, row.dense_ms / row.narrow_ms) for row in rows),
@@ -79,14 +79,14 @@ def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[Point], str, int | N
         for k, structure in enumerate(STRUCTURES):
             own = [row for row in rows if (row.resample_every, row.structure) == (every, structure)]
             if own:
-                label = f"ours, {structure}" + f", a draw in {every} steps" * (len(intervals) > 1)
+                label = f"slimstart, {structure}" + f", a draw every {every} steps" * (len(intervals) > 1)
                 points = [(row.flops_ratio, row.speedup) for row in own]
                 yield label, points, f"series-{1 + 2 * (i % 3)}", (0, 2)[k], (1, 0)[k]
     yield "the paper, VGG-19, RTX 2080 Ti", list(PAPER), "series-2", 3, 1
 
 
 def _joined(points: Iterable[Point]) -> list[Point]:
-    """One point for each place: rows of one structure share their narrow network."""
+    """The mean of points with the same FLOPs: rows of one structure share their narrow network."""
     found: dict[float, list[float]] = {}
     for x, y in points:
         found.setdefault(x, []).append(y)

@@ -1,8 +1,8 @@
-"""A benchmark's record: what `slimstart bench` writes. `recipes` fills it, `reports` draws it; torch is not needed.
+"""The record of `slimstart bench`. It can be read without torch.
 
 Conventions are those of `slimstart.lab.records`: times in milliseconds per training step, ratios as fractions of the
-dense network, one multiply-add = 1 FLOP. What was not measured is None. A record that exists is sound: its numbers are
-in their range, and its ratios are those of its times. docs/records.md describes every field.
+dense network, one multiply-add = 1 FLOP. What was not measured is None. Numbers out of range, and ratios that
+contradict the times, are refused when a record is made or read. docs/records.md describes every field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Spread = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """Dense, narrow and ours beside each other, measured in turns, under one budget and one state of the search."""
+    """The dense network, the narrow one and slimstart, measured in turns, for one budget and state of the search."""
 
     model: str
     batch_size: int
@@ -38,7 +38,7 @@ class Row:
     decided: float  # share of s within 0.05 of 0 or 1
     resample_every: int
     flops_ratio: float  # of the narrow network: a sampled one, without padding
-    executed_flops_ratio: float  # of ours, zeros of padding included; mean over draws
+    executed_flops_ratio: float  # of slimstart, padding included; mean over draws
     dense_ms: float  # medians over turns
     narrow_ms: float
     ours_ms: float
@@ -47,25 +47,23 @@ class Row:
     dense_spread_ms: Spread  # 10th and 90th percentile over turns
     narrow_spread_ms: Spread
     ours_spread_ms: Spread
-    ours_mean_ms: float  # what happens rarely, such as a change of shapes, shows here and not in the median
-    dense_forward_ms: float  # the medians divided as eager steps are that are waited for behind each part
+    ours_mean_ms: float  # rare events, such as a change of shapes, count here and not in the median
+    dense_forward_ms: float  # the median, divided as in eager steps with a synchronisation after each part
     dense_backward_ms: float
     narrow_forward_ms: float
     narrow_backward_ms: float
-    ours_forward_ms: float  # both forwards, where there are two
+    ours_forward_ms: float  # all forwards of a step
     ours_backward_ms: float
-    hand_narrow_ms: (
-        float | None
-    )  # one number for all widths, as many FLOPs; None if narrow has no ports, or there is none
+    hand_narrow_ms: float | None  # of the uniform network of equal FLOPs; None if the narrow network has no ports
     peak_memory: int | None  # bytes, without dense weights and optimizer state; None on a CPU
     narrow_peak_memory: int | None
-    dense_engine: str  # the fastest, and those it was chosen from
+    dense_engine: str  # the fastest of `dense_engines`
     narrow_engine: str
     our_engine: str
     dense_engines: Engines
     narrow_engines: Engines
-    num_turns: int  # of each contender
-    window: int  # steps of ours in a turn
+    num_turns: int  # of each network
+    window: int  # steps of slimstart in a turn
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
@@ -74,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """One benchmark: with what it was made, and its rows."""
+    """One benchmark: its rows, and the facts about the code and the machine."""
 
     command: str
     commit: str | None
@@ -125,7 +123,7 @@ def _problems(row: Row) -> Iterator[str]:
 
 
 def _numbers(row: Row) -> Iterator[tuple[str, Any]]:
-    """What must be numbers; in a dictionary, JSON may hold anything."""
+    """The fields that must hold numbers, with each of their values."""
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
         several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)

@@ -1,4 +1,4 @@
-"""What `slimstart bench` is asked to measure; wrong values are refused here, all at once, before anything is built."""
+"""Settings of `slimstart bench`. Wrong values are refused all at once, before anything is built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from slimstart.lab.recipes.recipe import Recipe, parse_budget
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. `align`: None leaves it to `SparseTraining`; `compiled`: None compiles on a GPU alone."""
+    """What is measured.
+
+    Attributes:
+        align: None leaves it to `SparseTraining`.
+        compiled: None measures torch.compile on a GPU only.
+    """
 
     budgets: tuple[str, ...]
     resample_every: tuple[int, ...] = (10,)
@@ -44,7 +49,7 @@ def _problems(settings: Settings) -> Iterator[str]:
             yield f"`{name}` is empty; give one value, or several with commas between them"
     for structure in set(settings.structures) - set(STRUCTURES):
         yield f"`structure` is {structure!r}; it must be one of {', '.join(STRUCTURES)}"
-    # What a recipe has too, it refuses too.
+    # Settings that a recipe has, too, are checked by it.
     shared = ("batch_size", "coupling", "precision", "seed", *(("align",) if settings.align is not None else ()))
     checks: list[Callable[[], object]] = [
         lambda: Recipe(policy="paper", **{name: getattr(settings, name) for name in shared})

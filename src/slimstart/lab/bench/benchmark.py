@@ -1,7 +1,7 @@
-"""Time of a training step, proved in one run: ours beside the dense network at its best, and the narrow one, the limit.
+"""Step times of slimstart with the paper's policy, of the dense network, and of the narrow network, which is the limit.
 
-Everything that one row compares is measured in one process, in turns. Ours runs in whole windows of `resample_every`
-steps, so that its time is amortised: drawing, both forwards and the learning of s are in it.
+All times of a row are measured in one process, in turns. slimstart runs in whole windows of `resample_every` steps, so
+its time includes drawing masks, both forwards and the update of s.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from slimstart.policies import Paper
 from slimstart.steps.drawing import LOOK_EVERY
 from slimstart.training import SparseTraining
 
-SHORT_WINDOW = 20  # steps of ours in a turn, where every step draws
-LONG_TURN = 50, 500.0  # steps and milliseconds of a plain network's turn, at most
+SHORT_WINDOW = 20  # steps of slimstart in a turn, where every step draws
+LONG_TURN = 50, 500.0  # at most so many steps and milliseconds of a plain network in a turn
 
 logger = logging.getLogger(__name__)
 _SHORTCUTS = "convolutions of 1 x 1 with strides"
@@ -45,7 +45,7 @@ Parts = Mapping[str, Mapping[str, float]]
 
 
 def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
-    """Measure row by row; after each of them `folder/record.json` holds all so far.
+    """Measure row by row, and write `folder/record.json` after each of them.
 
     Raises:
         ConfigError, BudgetError, CheckpointError: before anything is measured.
@@ -53,7 +53,7 @@ def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
     benchmark = Benchmark(settings, surroundings.find_device(device))
     file, started, rows = folder / "record.json", surroundings.now(), list[Row]()
     if file.exists():
-        raise ConfigError(f"{folder} holds a record already; choose another --out")
+        raise ConfigError(f"{folder} already holds a record; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,7 +67,7 @@ def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
 
 
 class Benchmark:
-    """The dense network of a benchmark and its work; what can be refused is refused here."""
+    """The dense network of a benchmark, and its batch. The constructor refuses what cannot be measured."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings = settings
@@ -96,7 +96,7 @@ class Benchmark:
                     yield from self._rows(dense, budget, structure)
 
     def _rows(self, dense: Mapping[str, Plain], budget: str, structure: str) -> Iterator[Row]:
-        """Rows of one structure: they share the narrow network, and how a step divides into parts."""
+        """Rows of one structure: they share the narrow network, and the times of the parts of a step."""
         work = self.work
         by_hand = self._search(budget, resample_every=10**9, engine="eager")
         if structure == "middle" and self._saved is not None:
@@ -119,28 +119,31 @@ class Benchmark:
             "decided": share,
             "flops_ratio": own_flops / self.dense_flops,
         }
-        del by_hand, small, steps  # their memory is for the others
+        del by_hand, small, steps  # free their memory
         for resample_every in self.settings.resample_every:
             yield Row(**common, **self._compared(plain, parts, budget, state, resample_every))
 
     def _compared(
         self, plain: Contenders, parts: Parts, budget: str, state: Mapping[str, Any], resample_every: int
     ) -> dict[str, Any]:
-        """The fields of a row that come from taking turns."""
+        """The fields of a row that are measured in turns."""
         work, device = self.work, self.work.device
         window = resample_every if resample_every > 1 else SHORT_WINDOW
-        batch, loss_fn = work.batch(work.channels_last), work.loss  # one and the same: what is captured is known by it
+        batch, loss_fn = (
+            work.batch(work.channels_last),
+            work.loss,
+        )  # the same objects in all steps: captured steps are found by them
         memory = Memory(device)
         sparse = self._search(budget, resample_every, "auto")
         sparse.learner.load_state_dict(state)
-        # Room was made for another s. In a search it has long been made anew, so here it must be before the clock runs.
+        # Capacity was chosen for another s; it is adapted before the clock runs.
         for _ in range(1 if sparse.engine == "eager" else LOOK_EVERY + 1):
             sparse.resample()
 
         def step() -> None:
             sparse.step(loss_fn, *batch)
 
-        # Two windows, where steps take next to no time: shapes, and what is captured for them, come to rest.
+        # Two windows on a GPU, until shapes do not change any more and all steps are captured.
         window_ms = window * warm_up(step, device, 2 * window if device.type == "cuda" else 2)
         peak = memory.peak(step)
         turns = {("ours", ""): Turn(step, window)}
@@ -188,16 +191,16 @@ class Benchmark:
         )
 
     def _narrowed_by_hand(self, own_flops: int) -> dict[str, Mapping[str, Plain]]:
-        """Every width multiplied by one number, for as many FLOPs: no layer needs a port on a stream. None, if none."""
+        """The uniform network of equal FLOPs: no layer needs a port on a stream. Empty if there is none."""
         try:
             small = uniform_of_flops(self.model, self._example, own_flops, self.dense_flops)
-        except BudgetError:  # whole streams may cost more than the narrow network
+        except BudgetError:  # its streams alone may cost more than the narrow network
             return {}
         return {"hand_narrow": every_way(small, self.work, self._compiled)}
 
 
 def _compiling_for_many() -> contextlib.AbstractContextManager[None]:
-    """Networks of one class share their forward, and PyTorch stops compiling it after eight of them, if not told."""
+    """Let PyTorch compile many networks of one class: they share a forward, and its limit is eight."""
     limits: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
         recompile_limit=10**6, accumulated_recompile_limit=10**6
     )
@@ -205,16 +208,16 @@ def _compiling_for_many() -> contextlib.AbstractContextManager[None]:
 
 
 def _timed(name: str, times: Sequence[float], parts: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of a contender: median, spread, and the median divided as eager steps are."""
+    """The time fields of one network: median, spread, and the median divided as in eager steps."""
     median = statistics.median(times)
     divided = {f"{name}_{part}_ms": median * parts[part] / parts["total"] for part in ("forward", "backward")}
     return {f"{name}_ms": median, f"{name}_spread_ms": spread(times), **divided}
 
 
 def _has_strided_shortcuts(model: nn.Module) -> bool:
-    """Whether oneDNN must be kept from channels-last: it writes beyond its memory in the backward of such layers.
+    """Whether channels-last must be avoided on a CPU: oneDNN writes beyond its memory in the backward of such layers.
 
-    Seen in torch 2.13 on AVX2, by weights, with fewer than 8 input channels, as narrow networks have them.
+    Seen in torch 2.13 on AVX2, with fewer than 8 input channels.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     return any(layer.kernel_size == (1, 1) and layer.stride != (1, 1) for layer in layers)

@@ -1,4 +1,4 @@
-"""What `slimstart bench` lets compete: a network under every engine that could be its fastest, and steps in parts."""
+"""What `slimstart bench` times: a plain network with every engine that could be its fastest, and steps in parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slimstart.steps import PlainTraining
 from slimstart.training import SparseTraining
 
 logger = logging.getLogger(__name__)
-WARM_UP = 4  # steps: enough for what an engine does once
+WARM_UP = 4  # steps, in which an engine does what it does once
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender computes: one batch, cross-entropy in a precision, SGD."""
+    """The work of a step, the same for all networks: one batch, cross-entropy in a precision, SGD."""
 
     images: Tensor
     labels: Tensor
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def eager(self) -> Way:
-        """The way of steps that are divided into parts."""
+        """The way in which steps are timed part by part."""
         return Way("eager", self.channels_last)
 
     def batch(self, channels_last: bool) -> Batch:
@@ -75,9 +75,9 @@ def _format(channels_last: bool) -> torch.memory_format:
 
 
 def ways(device: torch.device, channels_last: bool, compiled: bool) -> list[Way]:
-    """All that could be the fastest here. On a GPU the other memory format never is; on a CPU it may be.
+    """All ways that could be the fastest on this device: both memory formats on a CPU, the given one on a GPU.
 
-    Graphs have our kernels for depthwise convolutions, which for some layers are a little slower than cuDNN's.
+    Graphs use the depthwise kernels of slimstart, which are a little slower than cuDNN's for some layers.
     """
     kinds = ("eager", "graphs", "fused") if device.type == "cuda" else ("eager",)
     formats = (channels_last,) if device.type == "cuda" else (False, True)[: 1 + channels_last]
@@ -85,10 +85,10 @@ def ways(device: torch.device, channels_last: bool, compiled: bool) -> list[Way]
 
 
 class Plain:
-    """Training of a copy of a plain network in one way, warm.
+    """Training of a copy of a plain network in one way, after its warm-up.
 
     Attributes:
-        step_ms: about what a step takes.
+        step_ms: a rough step time.
         peak_memory: in bytes, weights and optimizer included; None on a CPU.
     """
 
@@ -106,7 +106,7 @@ class Plain:
 
     @property
     def problem(self) -> str | None:
-        """Why it does not run in this way after all."""
+        """Why it does not run in this way, if so."""
         return self.training.reason if self._engine == "graphs" else None
 
     def step(self) -> None:
@@ -117,7 +117,7 @@ class Plain:
 
 
 def every_way(network: nn.Module, work: Work, compiled: bool) -> dict[str, Plain]:
-    """The network's contenders by the names of their engines; a way that does not work here is left out, and said."""
+    """Trainings of the network in all ways that work here, by name; ways that do not work are logged."""
     found: dict[str, Plain] = {}
     for way in ways(work.device, work.channels_last, compiled):
         try:
@@ -125,7 +125,9 @@ def every_way(network: nn.Module, work: Work, compiled: bool) -> dict[str, Plain
         except Exception as error:
             if way.kind != "compile":
                 raise
-            logger.warning("torch.compile does not work here, and is left out: %s", str(error).partition("\n")[0])
+            logger.warning(
+                "torch.compile is left out, because it does not work here: %s", str(error).partition("\n")[0]
+            )
             continue
         if plain.problem is not None:
             logger.warning("%s is left out: %s", way.name, plain.problem)
@@ -135,10 +137,10 @@ def every_way(network: nn.Module, work: Work, compiled: bool) -> dict[str, Plain
 
 
 def search_in_parts(sparse: SparseTraining, work: Work) -> dict[str, Step]:
-    """Steps of Algorithm 1 by its verbs: the "first" after a draw, the draw with it, and a "held" one.
+    """Steps of the paper's policy in parts: the "first" one of a draw, with the draw, and a "held" one.
 
     Args:
-        sparse: it never draws by itself.
+        sparse: must not draw by itself.
     """
     batch = work.batch(work.channels_last)
 
@@ -154,7 +156,7 @@ def search_in_parts(sparse: SparseTraining, work: Work) -> dict[str, Step]:
 
 
 def warm_up(step: Callable[[], object], device: torch.device, num_steps: int) -> float:
-    """Take so many steps; returns the milliseconds of one more."""
+    """Run `num_steps` steps, and return the milliseconds of one more."""
     for _ in range(num_steps):
         step()
     watch = Stopwatch(device, in_parts=False)
@@ -163,12 +165,12 @@ def warm_up(step: Callable[[], object], device: torch.device, num_steps: int) ->
 
 
 class Memory:
-    """What is needed on a GPU from here on, for tensors and by captured graphs."""
+    """GPU memory that is taken from now on, by tensors and by captured graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cuda":
-            gc.collect()  # what went before may hold itself in cycles
+            gc.collect()  # earlier networks may be kept alive by cycles
             torch.cuda.empty_cache()
             self._allocated, self._reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
 
@@ -179,6 +181,6 @@ class Memory:
         torch.cuda.reset_peak_memory_stats(self._device)
         step()
         allocated = torch.cuda.max_memory_allocated(self._device) - self._allocated
-        # What a graph computes in is reserved for it, but counts as allocated only while it is captured.
+        # The memory of a captured graph remains reserved, but counts as allocated only during capture.
         torch.cuda.empty_cache()
         return max(allocated, torch.cuda.memory_reserved(self._device) - self._reserved)

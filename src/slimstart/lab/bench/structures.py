@@ -1,4 +1,4 @@
-"""Which structures `slimstart bench` measures: s at the start or in the middle of a search, and what it draws."""
+"""The structures that `slimstart bench` measures: s at the start or in the middle of a search, and its masks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def decided(learner: Learner) -> float:
 
 
 def to_the_middle(learner: Learner, seed: int) -> None:
-    """Bring a learner to where a real search is half-way, without a network.
+    """Bring a learner to the middle of a search, without a network.
 
-    Its losses are noise, and lower for a mask with more units, so that s stays pressed against its budget, as it does
-    in reality; noise alone would let it fall. Half-way is where half of all s are decided, and half of the variance of
-    the number of units is gone: under a small budget most s are near 0 from the start.
+    Its losses are noise, and lower for a mask with more units, so that s remains at its budget as in a real search. The
+    middle is where half of all s are within 0.05 of 0 or 1 and half of the variance of the number of units is gone:
+    under a small budget most s are near 0 from the start.
 
     Raises:
-        ConfigError: it does not come to that.
+        ConfigError: the middle is not reached.
     """
     generator = torch.Generator().manual_seed(seed)
     at_start = _variance(learner.keep_probs)
@@ -49,7 +49,7 @@ def to_the_middle(learner: Learner, seed: int) -> None:
         learner.update(noise - PRESSURE * extra / variance**0.5)
     raise ConfigError(
         f"after {MAX_UPDATES:,} updates with noise only {decided(learner):.0%} of all s are within 0.05 of 0 or 1; "
-        "take the structure `middle` from a run, by --keep-probs"
+        "take the structure `middle` from a run with --keep-probs"
     )
 
 
@@ -61,12 +61,12 @@ def saved_policy(path: Path, digest: str) -> Mapping[str, Any]:
     """The learner's state in a run's folder, or in a checkpoint of a run or of SparseTraining.
 
     Args:
-        digest: of the graph that it must belong to.
+        digest: that of the graph that the state must belong to.
     """
     found: Any = Run(path).latest() if path.is_dir() else checkpoints.read(path)
     if found is None:
         raise ConfigError(f"`keep_probs` is {str(path)!r}, which holds no checkpoint; give a run's folder that does")
-    for level in ("method", "sparse"):  # as a run keeps it
+    for level in ("method", "sparse"):  # where a run keeps it
         found = found.get(level, found)
     if found.get("format") != training_state.FORMAT:
         raise CheckpointError(f"`keep_probs` is {str(path)!r}, which holds no search; give the checkpoint of one")
@@ -80,7 +80,7 @@ def saved_policy(path: Path, digest: str) -> Mapping[str, Any]:
 
 
 def typical_mask(sparse: SparseTraining) -> Tensor:
-    """Of some draws, the one with the median of the FLOPs: they scatter by some percent."""
+    """The draw with the median FLOPs of several: they differ by some percent."""
     cost = Flops(1.0).bind(sparse.graph.costs).cost
     masks = [_drawn(sparse).mask.cpu() for _ in range(NUM_DRAWS)]
     return sorted(masks, key=cost)[NUM_DRAWS // 2]

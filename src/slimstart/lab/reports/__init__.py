@@ -1,12 +1,12 @@
 """Records to tables, figures, one HTML page and one page of Markdown. torch is not needed for any of it.
 
-Here: finding records and joining the seeds of one setting (`rows`), what is shown of a row (`tables`), how it looks
-(`series`), figures (`points`, `curves`, `panels`) on a canvas that takes its colours from the page around it
-(`canvas`), and the page (`page` with its template `page.html`). Not here: what a record holds and how it is read
-(`slimstart.lab.records`), and what fills it (`slimstart.lab.run`).
+`rows` finds records and joins the seeds of one setting, `tables` has the columns of all tables, `series` gives rows
+their colours and markers. `points`, `curves`, `panels` and `structures_over_time` are the figures; they draw on a
+`canvas` that takes its colours from the page. `page` fills the template `page.html`. The record itself is in
+`slimstart.lab.records`, and is filled by `slimstart.lab.run`.
 
-Open `rows` first. `page` alone loads the figures, and with them matplotlib, so that a table in a terminal does not
-wait for it: import it as `slimstart.lab.reports.page`.
+Open `rows` first. Only `page` imports matplotlib, so tables in a terminal do not wait for it: import it as
+`slimstart.lab.reports.page`.
 """
 
 from slimstart.lab.reports.rows import Row, by_network, find, summarise

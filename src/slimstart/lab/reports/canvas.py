@@ -1,7 +1,8 @@
 """A canvas for small figures: SVG that takes its colours and its font from the page around it.
 
-matplotlib knows no CSS variables. So it draws in sentinel colours, one per role, and those become `var(--role)` in the
-SVG; light and dark are then the page's business. All lengths are in units of the viewBox, `WIDTH` of them across.
+matplotlib knows no CSS variables, so figures are drawn in placeholder colours, one per role, which are replaced by
+`var(--role)` in the SVG: the page decides between light and dark. Lengths are in units of the viewBox, which is `WIDTH`
+units wide.
 """
 
 from __future__ import annotations
@@ -71,31 +72,31 @@ def svg(title: str, height: float, paint: Callable[[Canvas], None]) -> str:
         buffer = io.StringIO()
         canvas.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     body = re.sub(r"<[^<>]*>", _themed, re.sub(r"<style.*?</style>", "", buffer.getvalue(), flags=re.DOTALL))
-    body = body[body.index("<g>") :]  # behind the declarations and the <svg> tag
+    body = body[body.index("<g>") :]  # after the declarations and the <svg> tag
     return f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img"><title>{html.escape(title)}</title>{body}'
 
 
 def _themed(tag: re.Match[str]) -> str:
-    """One tag without names of groups, which repeat between figures, and without colours or fonts of its own."""
+    """One tag without names of groups, which are not unique on a page, and without colours or fonts of its own."""
     text = re.sub(r'^<g id="[^"]*"', "<g", tag[0].replace("\n", ""))
     text = re.sub(r'font-family: [^;"]*;? ?', "", text)
     return re.sub("|".join(_ROLE_OF), lambda color: f"var(--{_ROLE_OF[color[0]]})", text)
 
 
 def add_axes(canvas: Canvas, top: float, height: float, left: float = LEFT, right: float = RIGHT) -> Axes:
-    """Axes by their place on the canvas, from its top."""
+    """Add axes at a distance from the top of the canvas."""
     whole = canvas.get_figheight() * 72
     return canvas.add_axes((left / WIDTH, 1 - (top + height) / whole, (WIDTH - left - right) / WIDTH, height / whole))
 
 
 def write_above(axes: Axes, left: str, right: str = "", color: str = "ink", indent: float = 0) -> None:
-    """A level line over the axes, also for what the vertical axis shows: turned text reads badly on a phone."""
+    """Write above the axes, at the left and at the right; vertical axes have their labels there, too."""
     for text, x, dx, ha, role in ((left, 0, -indent, "left", color), (right, 1, 0, "right", "muted")):
         axes.annotate(text, (x, 1), (dx, 7), "axes fraction", textcoords="offset points", ha=ha, color=COLORS[role])
 
 
 def log_scale(axes: Axes, side: Literal["x", "y"], values: Sequence[float]) -> bool:
-    """Put an axis on a scale of logarithms with few ticks, if its values are spread enough for one."""
+    """Put an axis on a logarithmic scale with few ticks, if its values differ by a factor of three or more."""
     low, high = min(values), max(values)
     if not 0 < 3 * low < high:
         return False
@@ -107,7 +108,7 @@ def log_scale(axes: Axes, side: Literal["x", "y"], values: Sequence[float]) -> b
 
 
 def short(text: str, length: int = 34) -> str:
-    """A name as one line of at most `length` characters; its middle goes first, since ends tell names apart."""
+    """A name in one line of at most `length` characters; the middle is cut out, because names differ at their ends."""
     text = "".join(c if c.isprintable() else " " for c in text)
     half = (length - 1) // 2
     return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
@@ -124,7 +125,7 @@ def plain(value: float, _: int | None = None) -> str:
 
 
 def alone(element: str) -> str:
-    """An <svg> element as a file of its own, in the colours and the font that the report page would give it."""
+    """An <svg> element as a file, with the colours of the report page."""
     page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     colors = re.findall(r"^(?::root|@media \(prefers-color-scheme: dark\)) \{\n.*?^\}", page, re.MULTILINE | re.DOTALL)
     looks = "\n".join([*colors, "svg { background: var(--page); font-family: system-ui, sans-serif; }"])

@@ -1,4 +1,4 @@
-"""Figures of curves: what training costs and reaches, epoch by epoch."""
+"""Figures of curves: training cost and accuracy by epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slimstart.lab.reports.canvas import (
 )
 from slimstart.lab.reports.series import MAX_CURVES, Series
 
-# Longer curves are means over bins of epochs: more points than columns of pixels show nothing.
+# Longer curves are means over bins of epochs: more points than pixels cannot be seen.
 MAX_POINTS = 160
 HEIGHT = 260.0
 Curve = list[tuple[float, float, float, float]]
@@ -93,7 +93,7 @@ def _curves(
 
 
 def _panels(drawn: Sequence[tuple[Series, Curve]]) -> list[tuple[str, Sequence[tuple[Series, Curve]]]]:
-    """Curves that share axes: all, or, where they are many, those under one budget, and in each what has none."""
+    """Curves that share axes: all of them, or, if they are many, those of one budget and those without a budget."""
     budgets = dict.fromkeys(budget for one, _ in drawn if (budget := one.row.first.budget) is not None)
     if len(drawn) <= MAX_CURVES or not budgets:
         return [("", drawn)]
@@ -112,7 +112,7 @@ def _curve(axes: Axes, one: Series, curve: Curve) -> None:
 
 
 def joined(runs: Sequence[Record], value: Callable[[Epoch], float | None]) -> Curve:
-    """Epoch, mean, least and greatest value over the runs, in at most `MAX_POINTS` bins of equally many epochs."""
+    """Epoch, mean, minimum and maximum over the runs, in at most `MAX_POINTS` bins of equally many epochs."""
     found = [(e.epoch, v) for run in runs for e in run.history if (v := value(e)) is not None]
     size = math.ceil(max((epoch for epoch, _ in found), default=1) / MAX_POINTS)
     bins: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)

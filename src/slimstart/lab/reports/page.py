@@ -1,4 +1,4 @@
-"""One HTML page from records: self-contained, without scripts, readable on a phone and in the dark."""
+"""One HTML page from records: one file, without scripts, for small screens and dark mode, too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIGURES = (
 
 
 def render(records: Sequence[Record]) -> str:
-    """The page. It depends on the records alone: the same ones give the same bytes, in whatever order they come."""
+    """The page as text. The same records in any order give the same bytes."""
     if not records:
         raise RecordError("`records` is empty: a report needs at least one finished run")
     rows = summarise(records)
@@ -65,7 +65,7 @@ def write(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
 
 
 def _facts(records: Sequence[Record]) -> dict[str, str]:
-    """What all runs have in common, or what there is of it."""
+    """Facts about all runs, for the head of the page."""
     days = sorted(datetime.fromisoformat(moment).date() for run in records for moment in (run.started, run.finished))
     seeds = len({run.seed for run in records})
     return {

@@ -1,4 +1,4 @@
-"""Figures of panels and bars below each other, one per row: widths, FLOPs, keep-probabilities, times."""
+"""Figures with one panel or bar for each row: widths, FLOPs, keep-probabilities, times."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _by_layer(
         axes.set_ylim(0, max(dense))
         axes.yaxis.set_major_locator(ticker.MaxNLocator(3 if few else 1, integer=max(dense) > 3))
         axes.yaxis.set_major_formatter(plain)
-        # A turned name takes a line's height of the width; the last panel names the layers for all.
+        # A turned name needs the height of a line; only the last panel names the layers.
         step = math.ceil(len(names) * (FONT + 1) / (WIDTH - LEFT - RIGHT))
         named = range(0, len(names), step) if one is drawn[-1] else ()
         axes.set_xticks([i + 1 for i in named], [short(names[i], 13) for i in named], rotation=90, fontsize=FONT - 1.5)
@@ -139,7 +139,7 @@ def keep_probs(series: Sequence[Series]) -> Figure | None:
 
 
 def densities(run: Record) -> NDArray[np.float64]:
-    """Bins x epochs: the root of each bin's share of the units, since at the end nearly all sit at 0 and 1."""
+    """Bins x epochs: the square root of each bin's share of the units, because at the end nearly all are 0 or 1."""
     counts = np.array([epoch.keep_probs for epoch in run.history if epoch.keep_probs], dtype=np.float64)
     parts = np.array_split(counts, min(len(counts), MAX_COLUMNS))
     sums = np.stack([part.sum(axis=0) for part in parts])
@@ -207,7 +207,7 @@ def training_time(series: Sequence[Series]) -> Figure | None:
 
     return Figure(
         title,
-        "Time on the clock of all epochs together, without evaluation, mean over the seeds.",
+        "Wall-clock time of all epochs, without evaluation, mean over the seeds.",
         _bars(f"{title}: {series[0].row.network}", series, paint, unit),
     )
 
@@ -217,7 +217,7 @@ def _seconds(run: Record) -> float:
 
 
 def _bars(title: str, series: Sequence[Series], paint: Callable[[Axes, Series, float], str], unit: str) -> str:
-    """Each bar under its own label, which so has the whole width; `paint` draws a bar and returns its number."""
+    """Bars with their labels above them, in the whole width; `paint` draws a bar and returns the text of its value."""
     height = 40.0 * len(series)
 
     def paint_all(canvas: Canvas) -> None:

@@ -1,4 +1,4 @@
-"""Figures of points, one for each row, with a line through the budgets of each method: what is reached at what cost."""
+"""Figures with a point for each row, and a line through the budgets of each method: accuracy and cost."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from slimstart.lab.reports.rows import Value
 from slimstart.lab.reports.series import Series
 
 HEIGHT = 260.0
-# Where a label may stand beside its point: offset and alignment, best first.
-_BESIDE = (
+# Places of a label next to its point, as offset and alignment, best first.
+_PLACES = (
     (9, 0, "left", "center"),
     (0, 8, "center", "bottom"),
     (0, -8, "center", "top"),
@@ -46,7 +46,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis of points shows, and how its ticks are written."""
+    """The value that an axis shows, and the format of its ticks."""
 
     label: str
     value: Value
@@ -115,7 +115,7 @@ def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, captio
             color, row = COLORS[one.role], one.row
             axes.errorbar(x, y, row.spread(up.value), row.spread(across.value), color=color, linewidth=1.2)
             filled = color if row.missed is None else "none"
-            outline = (*one.marker, one.marker[0])  # closed: a hollow one is a line
+            outline = (*one.marker, one.marker[0])  # a hollow marker is drawn as a line, which must be closed
             axes.plot(x, y, color=color, marker=outline, markersize=7, linestyle="none", markerfacecolor=filled)
         strokes = [sorted(point for _, point in line) for line in lines.values()]
         for ((leader, _), *_), stroke in zip(lines.values(), strokes, strict=True):
@@ -135,8 +135,8 @@ def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, captio
 
 
 def _label(canvas: Canvas, axes: Axes, labels: Sequence[tuple[str, Point]], lines: Sequence[Sequence[Point]]) -> None:
-    """Write each label beside its point, where it covers no point, line or label; without such a place, not at all."""
-    canvas.draw_without_rendering()  # only now is it known where the points are
+    """Write each label next to its point, where it covers nothing; without such a place, leave it out."""
+    canvas.draw_without_rendering()  # this computes the positions of the points
     taken = [_box(axes, point, 6) for _, point in labels]
     for line in lines:
         spots = axes.transData.transform(line)
@@ -147,7 +147,7 @@ def _label(canvas: Canvas, axes: Axes, labels: Sequence[tuple[str, Point]], line
             ]
     inside = axes.get_window_extent()
     for text, point in labels:
-        for dx, dy, ha, va in _BESIDE:
+        for dx, dy, ha, va in _PLACES:
             note = axes.annotate(text, point, (dx, dy), textcoords="offset points", ha=ha, va=va, fontsize=FONT - 1.5)
             box = note.get_window_extent()
             corners = inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)

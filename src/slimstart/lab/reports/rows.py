@@ -1,4 +1,4 @@
-"""Records to rows: which runs are found, which differ in the seed alone, and what tells the others apart."""
+"""Rows of tables and figures: joins runs that differ only in the seed, and gives rows distinct labels."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from slimstart.lab.records import Record
 Value = Callable[[Record], float | None]
 # What differs by less than this factor is the same; a network further above its budget has missed it.
 SAME = 1.02
-# Settings that stand elsewhere in a row, or in none.
+# Settings that have a column of their own, or none.
 NAMED = ("model", "data", "method", "budget", "seed", "finetune_epochs")
 NONE: Mapping[str, Any] = MappingProxyType({})
-# Settings of the paper's policy, which mean nothing to another, and its own estimator, which need not be named.
+# Settings that only the paper's policy has, and its default estimator, which is not mentioned.
 OF_THE_PAPER, ITS_ESTIMATOR = ("estimator", "sampling", "structure_lr", "num_masks"), "vr_pge"
 
 
@@ -94,12 +94,12 @@ class Row:
         kind, _, text = (self.first.budget or "").partition("=")
         try:
             limit, taken = float(text), self.mean(TAKEN[kind.strip()])
-        except (ValueError, LookupError):  # no budget, or a record of somebody else's
+        except (ValueError, LookupError):  # no budget, or one that is not known here
             return None
         return taken if taken is not None and taken > SAME * limit else None
 
     def values(self, value: Value) -> list[float]:
-        """Of the runs that have it."""
+        """The values of the runs that have one."""
         return [one for run in self.runs if (one := value(run)) is not None]
 
     def mean(self, value: Value) -> float | None:
@@ -135,13 +135,13 @@ def _files(path: Path) -> Iterator[Path]:
         yield path / "record.json" if path.is_dir() else path
         return
     candidates = {file for pattern in ("*.json", "*/*.json", "*/*/record.json") for file in path.glob(pattern)}
-    # A run's own file must be sound; other files may be anything, and a benchmark's file is called like a run's.
+    # Files of runs must be valid; other JSON files are skipped. A benchmark's record has the file name of a run's.
     ours = {records.SCHEMA.partition("/")[0]: candidates, "": {f for f in candidates if f.name == "record.json"}}
     yield from (file for file in sorted(candidates) if file in ours.get(family(file), ()))
 
 
 def family(file: Path) -> str:
-    """What kind of record a file claims to be, "" if none."""
+    """The kind of record by the schema that a file names; "" if none."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -150,12 +150,12 @@ def family(file: Path) -> str:
 
 
 def summarise(runs: Iterable[Record], defaults: Mapping[str, Any] = NONE) -> list[Row]:
-    """Join runs that differ in the seed alone.
+    """Join runs that differ only in the seed.
 
-    By network; dense first, then by budget, from many FLOPs to few, and under each from the best to the worst.
+    Rows are sorted by network; dense first, then by budget from many FLOPs to few, then from the best to the worst.
 
     Args:
-        defaults: of settings, which are not worth a note; a record that lacks a setting has its default.
+        defaults: default values of settings, which notes do not mention; a record that lacks a setting has its default.
     """
     same: defaultdict[tuple[object, ...], list[Record]] = defaultdict(list)
     for run in runs:
@@ -179,7 +179,7 @@ def _setting(run: Record) -> tuple[object, ...]:
 
 
 def _told_apart(rows: Sequence[Row], defaults: Mapping[str, Any]) -> Iterator[Row]:
-    """Rows with what sets them apart from others of their method, under whatever budget, as a note."""
+    """Rows with notes: the settings in which they differ from other rows of their method."""
     methods: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         methods[row.network, row.first.method].append(row)
@@ -189,13 +189,13 @@ def _told_apart(rows: Sequence[Row], defaults: Mapping[str, Any]) -> Iterator[Ro
         notes = [", ".join(text for name, text in one.items() if name in noted) for one in facts]
         named = [replace(row, note=note) for row, note in zip(namesakes, notes, strict=True)]
         taken = Counter(row.label for row in named)
-        for row in named:  # a record of somebody else's may not say what its hash stands for
+        for row in named:  # a record may lack the setting that makes its hash different
             extra = f"config {row.first.config_hash}" if taken[row.label] > 1 else ""
             yield replace(row, note=", ".join(filter(None, (row.note, extra))))
 
 
 def _facts(row: Row, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """What may tell a row from others of its method and budget, as text."""
+    """The settings that may distinguish a row from others of its method, as text."""
     run = row.first
     settings = run.config | {"epochs": row.epochs, "hardware": run.hardware, "device": run.device}
     if run.method == "slimstart":
@@ -212,12 +212,12 @@ def _facts(row: Row, defaults: Mapping[str, Any]) -> dict[str, str]:
 
 
 def policy_of(run: Record) -> str:
-    """Of a run of ours; a record from before there were several does not say."""
+    """The policy of a slimstart run; the oldest records do not say, because there was only one."""
     return str(run.config.get("policy", "paper"))
 
 
 def by_network(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each model and data set: what may stand in one table."""
+    """The rows of each model and data set: those of one table."""
     found: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         found[row.network].append(row)

@@ -1,7 +1,6 @@
-"""How a row looks, the same in every figure and table of a page: colour and shape by method, dashes by budget.
+"""Looks of rows, the same in all figures and tables of a page: colour and marker by method, dashes by budget.
 
-Where a network has many rows, curves have panels of their own for each budget, and dashes tell methods apart whose
-colours repeat.
+If a network has many rows, each budget has a panel of its own, and methods with the same colour have different dashes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from slimstart.lab.reports.rows import Row
 
 NUM_COLORS = 6
 MAX_CURVES = 8  # on one pair of axes
-# Names of the page's colours; page.html gives them their values, for light and for dark.
+# Names of colours; page.html has their values for light and for dark.
 ROLES = ("ink", "muted", "line", "dense", *(f"series-{i + 1}" for i in range(NUM_COLORS)))
 
 Shape = tuple[tuple[float, float], ...]
@@ -35,7 +34,7 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (4.5, 2.5), (0.6, 2.4), (6, 2, 1, 2
 
 @dataclass(frozen=True)
 class Series:
-    """A row with its looks; `role` names a colour of the page."""
+    """A row with its colour, marker and dashes; `role` is the name of a colour."""
 
     row: Row
     role: str
@@ -44,12 +43,12 @@ class Series:
 
     @property
     def linestyle(self) -> tuple[int, tuple[float, ...] | None]:
-        """The dashes as matplotlib takes them, in widths of the line."""
+        """The dashes in the form of matplotlib, in units of the line width."""
         return 0, self.dashes or None
 
     @property
     def key(self) -> str:
-        """A short stroke with the marker, as SVG, to stand in front of a label."""
+        """A short stroke with the marker, as SVG, for legends."""
         points = " ".join(f"{15 + 4 * x:.1f},{6 - 4 * y:.1f}" for x, y in self.marker)
         dashes = " ".join(f"{1.7 * dash:g}" for dash in self.dashes) or "none"
         return (
@@ -59,7 +58,7 @@ class Series:
 
 
 def series_of(rows: Sequence[Row]) -> list[Series]:
-    """The rows of a page with their looks. Dense is grey, ours has the first colours on every page."""
+    """The rows of a page with their looks. Dense is grey; slimstart has the first colours on every page."""
     ours = {row.method: row.first.method != "slimstart" for row in rows if row.first.method != "dense"}
     methods = sorted(ours, key=lambda name: (ours[name], name))
     ranks: dict[tuple[str, str], int] = {}

@@ -1,4 +1,4 @@
-"""Rows to tables: one definition of what a table shows of a row, in a terminal, on the page and in Markdown."""
+"""Columns of tables, the same in a terminal, on the page and in Markdown."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: its heading, the cell of a row as plain text, and what the numbers mean.
+    """One column of a table: its heading, the cell of a row as plain text, and an explanation.
 
-    What is not essential may be left out where there is no room.
+    Columns that are not essential are left out where there is little space.
     """
 
     title: str
@@ -27,7 +27,7 @@ class Column:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three digits that count, or two decimals: 0.07, 9.39, 12.5, 1,234."""
+    """Three significant digits, at most two decimals: 0.07, 9.39, 12.5, 1,234."""
     if value is None:
         return MISSING
     if value >= 1e7:
@@ -48,7 +48,7 @@ def time_unit(seconds: float) -> tuple[int, str]:
 
 
 def _speed(reference: Value) -> Value:
-    """How many times faster than a reference one step is; above 1 is faster."""
+    """Step time of a reference divided by that of the run; above 1 is faster."""
 
     def speed(run: Record) -> float | None:
         other = reference(run)
@@ -90,7 +90,7 @@ COLUMNS = (
     Column(
         "method",
         lambda row: row.method,
-        "How the network was trained; in brackets, what sets rows of one name apart.",
+        "How the network was trained; in brackets, settings in which rows of one method differ.",
         numeric=False,
     ),
     Column(
@@ -100,7 +100,7 @@ COLUMNS = (
         "what it takes is in brackets.",
         numeric=False,
     ),
-    Column("seeds", _seeds, "Runs that differ in the seed alone; the other columns show their mean."),
+    Column("seeds", _seeds, "Runs that differ only in the seed; the other columns show their mean."),
     Column(
         "accuracy, %",
         _accuracy,
@@ -127,16 +127,16 @@ COLUMNS = (
     Column(
         "step against dense",
         _of(_speed(lambda run: run.dense_step_ms), _times),
-        "Step time of the dense network on the same machine, divided by this one: above 1 is faster.",
+        "Step time of the dense network on the same machine, divided by that of the run: above 1 is faster.",
         essential=False,
     ),
     Column(
-        "step against narrow",
+        "step against uniform",
         _of(_speed(lambda run: run.narrow_step_ms), _times),
-        "The same for a hand-narrowed network of as many FLOPs: what is missing to 1 is the price of the search.",
+        "The same for the uniform network of equal FLOPs: below 1 is the cost of the search.",
         essential=False,
     ),
-    Column("training time", _of(lambda run: run.train_seconds, duration), "On the clock, without evaluation."),
+    Column("training time", _of(lambda run: run.train_seconds, duration), "Wall-clock time, without evaluation."),
     Column(
         "peak memory",
         _of(lambda run: run.peak_memory_bytes or None, lambda size: number(size and size / 2**20, " MiB")),
@@ -157,14 +157,14 @@ def markdown(runs: Iterable[Record]) -> str:
 
 
 def shown(rows: Sequence[Row], essential: bool = False) -> list[list[str]]:
-    """Titles and cells of the rows, without columns in which nothing stands, and, if asked, the essential ones only."""
+    """Titles and cells of the rows, without empty columns; `essential` leaves out the others, too."""
     chosen = [column for column in COLUMNS if column.essential or not essential]
     columns = [[column.title, *(column.cell(row) for row in rows)] for column in chosen]
     return [list(line) for line in zip(*(one for one in columns if set(one[1:]) != {MISSING}), strict=True)]
 
 
 def markdown_table(cells: Sequence[Sequence[str]], texts: Container[str]) -> list[str]:
-    """Lines of a table, from its titles and its rows; columns that are no texts are aligned to the right."""
+    """Lines of a table from its titles and rows; columns that are not in `texts` are aligned to the right."""
     marks = ["---" if title in texts else "---:" for title in cells[0]]
     return [
         f"| {' | '.join(line)} |" for line in (map(escaped, cells[0]), marks, *(map(escaped, c) for c in cells[1:]))
@@ -172,5 +172,5 @@ def markdown_table(cells: Sequence[Sequence[str]], texts: Container[str]) -> lis
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown takes for nothing else."""
+    """Text with the special characters of Markdown escaped."""
     return re.sub(r"([\\|`*_<>\[\]$])", r"\\\1", " ".join(text.split()))

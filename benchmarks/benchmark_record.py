@@ -1,4 +1,4 @@
-"""What every record of a benchmark carries besides its rows."""
+"""Records of benchmarks: rows, and facts about the code and the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimstart.lab.run import environment as surroundings
 
 
 def write(path: Path, benchmark: str, rows: list[dict[str, Any]], device: str = "cpu", **settings: Any) -> None:
-    """Write a record: name, command, the facts that records of runs have too, settings, rows."""
+    """Write a record: name, command, facts about the code and the machine, settings, rows."""
     record = {
         "benchmark": benchmark,
         "command": shlex.join(["python", *sys.argv]),
