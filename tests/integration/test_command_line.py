@@ -204,7 +204,7 @@ def test_help_answers_without_loading_pytorch() -> None:
         (["--settle-at", "1.5"], "in \\[0, 1\\]"),
         (["--lr", "-1"], "positive"),
         (["--weight-decay", "-1"], "must not be negative"),
-        (["--method", "magic"], "it must be one of slimstart, dense, uniform, random, l1"),
+        (["--method", "magic"], "it must be one of slimstart, dense, uniform, shallow, random"),
         (["--method", "dense", "--budget", "flops=0.1"], "the method dense has no budget"),
         (["--method", "uniform", "--full-model-device", "cpu"], "leave it out, or choose the method slimstart"),
         (["--full-model-device", "cuda:1"], "`full_model_device` is 'cuda:1'; it must be cpu"),

@@ -142,9 +142,16 @@ def test_rounds_apply_to_pruning_methods() -> None:
     assert [trial.recipe.rounds for trial in found] == [1, 3, 1]
 
 
+def test_trials_of_shallow_are_of_that_contender_alone() -> None:
+    base = merged(BASE, {"model": "vgg16"})
+    shallow, uniform = trials(base, ["shallow", "uniform"], ["flops=0.1"], retraining={"trial_epochs": 2})
+    assert (shallow.recipe.trial_epochs, uniform.recipe.trial_epochs) == (2, None)
+
+
 @pytest.mark.parametrize("name", [*METHODS, "slimstart:gumbel", "l1:uniform", "soft:uniform"])
 def test_every_method_makes_a_recipe(name: str) -> None:
-    (trial,) = trials(BASE, [name], ["flops=0.1"], total_epochs=8)
+    base = merged(BASE, {"model": "vgg16"})  # which has shallower siblings
+    (trial,) = trials(base, [name], ["flops=0.1"], total_epochs=8)
     assert trial.recipe.method == name.partition(":")[0]
     assert trial.recipe.total_epochs == 8
 

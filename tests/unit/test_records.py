@@ -194,7 +194,8 @@ def test_digest_depends_on_the_settings_alone() -> None:
 
 def test_the_document_names_every_field() -> None:
     text = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
-    for kind in (records.Record, records.Epoch, records.Layer, records.Structure):
+    kinds = (records.Record, records.Epoch, records.Layer, records.Structure, records.Choosing, records.Candidate)
+    for kind in kinds:
         section = text.split(f"## `{kind.__name__}`")[1].split("\n## ")[0]
         named = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
         assert named == {field.name for field in dataclasses.fields(kind)}

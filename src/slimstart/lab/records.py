@@ -82,6 +82,29 @@ class Structure:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A structure that was tried before the training."""
+
+    stages: str
+    accuracy: float  # on the held-out images
+    flops: int
+    params: int
+    train_flops: int
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """What the choice of a structure took, before the training of the one that was chosen."""
+
+    chosen: str
+    held_out_images: int  # training images by which it was chosen
+    epochs: int  # of all trials together
+    train_flops: int
+    train_seconds: float
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
 class Record:
     """One finished run."""
 
@@ -134,6 +157,7 @@ class Record:
     engine: str | None = None  # "eager" or "graphs"; None in records from before there were two
     ports: int | None = None  # layers with a port on a residual stream; `flops` are with ports; None in older records
     building_seconds: float | None = None  # of `train_seconds`: capturing graphs, and what runs eagerly before
+    choosing: Choosing | None = None  # where a structure was chosen by trials; in `train_flops` and `train_seconds`
     # of several ranks; None in a run of one
     ranks: int | None = None
     batch_norm: str | None = None  # "synchronised" or "per-rank"

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from slimstart.lab.run.comparison import Outcome, Trial
     from slimstart.lab.run.environment import Place
 
-RETRAINING = ("finetune_epochs", "finetune_lr", "finetune_schedule", "rounds")
+RETRAINING = ("finetune_epochs", "finetune_lr", "finetune_schedule", "rounds", "trial_epochs")
 
 
 def add_to(app: typer.Typer) -> None:
     example = "slimstart compare --model resnet32 --data cifar10 --methods uniform,slimstart --epochs 40 --seeds 3"
-    app.command("compare", epilog=f"Example: {example}")(with_training_options(compare, without=("method", "seed")))
+    app.command("compare", epilog=f"Example: {example}")(
+        with_training_options(compare, without=("method", "seed", "stages"))
+    )
 
 
 def compare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +54,7 @@ def evaluate(
     on = find_device(device)
     set_precision(recipe.precision)
     images = load_data(recipe, Place(device, data_dir, workers), on)
-    network = _finished(run, recipe, images.num_classes, images.image_shape[0]).to(on)
+    network = _finished(run, recipe).to(on)
     loss, accuracy = accuracy_of(network, images, recipe.precision)
     cost = flops(network, torch.zeros(1, *images.image_shape, device=on))
     rows = [[f"{accuracy:.2f} %", f"{loss:.4f}", f"{cost:,}", str(images.test.num_images)]]
@@ -78,7 +79,7 @@ def export(
 
     record = records.read(run)
     example = torch.zeros(1, *record.image_shape)
-    network = _finished(run, Run(run).recipe(model), record.num_classes, record.image_shape[0])
+    network = _finished(run, Run(run).recipe(model))
     if format is Format.safetensors:
         out = out.with_name(out.name.removesuffix(".safetensors") + ".safetensors")
         files.save(network, out)
@@ -136,17 +137,30 @@ def inspect(
     console.print(f"{graph.coverage:.1%} of the FLOPs can shrink", markup=False)
 
 
-def _finished(run: Path, recipe: Recipe, num_classes: int, in_channels: int) -> nn.Module:
+def _finished(run: Path, recipe: Recipe) -> nn.Module:
     """The finished network of a run."""
+    import torch
+
+    from slimstart.graph import trace
     from slimstart.io import network_files as files
+    from slimstart.lab import records
+    from slimstart.lab.methods import wide_sibling
     from slimstart.lab.recipes.recipe import make_model
     from slimstart.lab.run.run_folder import Run
 
     if not Run(run).finished:
         raise ConfigError(f"{run} is not finished; continue it with: slimstart train --resume --out {run}")
+    record = records.read(run)
+    stages = recipe.stages if record.choosing is None else record.choosing.chosen
+    make = partial(make_model, recipe.model, num_classes=record.num_classes, in_channels=record.image_shape[0])
 
     def factory() -> nn.Module:
-        return make_model(recipe.model, num_classes=num_classes, in_channels=in_channels, width=recipe.width)
+        dense, budget = make(width=recipe.width), recipe.parsed_budget
+        if stages is None or budget is None:
+            return dense
+        example = torch.zeros(1, *record.image_shape)
+        graph = trace(dense, example, "stream")
+        return wide_sibling(lambda width: make(width=width, stages=stages), graph, budget, example)[0]
 
     return files.load(Run(run).network, factory)
 

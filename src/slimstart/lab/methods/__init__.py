@@ -1,6 +1,6 @@
 """Methods to compare with, one file each. `uniform` is the one that a sceptic asks for first.
 
-- Built narrow before training: `uniform_widths.py`, `random_structure.py`.
+- Built narrow before training: `uniform_widths.py`, `shallow.py`, `random_structure.py`.
 - Cut after training, by a function `choose(trained) -> mask`: `l1_filter.py`, `soft_filter.py`, `thinet.py`,
   `provable.py`, `slimming.py`. `pruning.py` says what such a function is given, `shares.py` distributes widths,
   `activations.py` observes the inputs of layers, `masked_network.py` evaluates many masks in a row.
@@ -15,6 +15,7 @@ from slimstart.lab.methods.pruning import PROTOCOLS as PRUNING_PROTOCOLS
 from slimstart.lab.methods.pruning import Choose, Rounds, Trained
 from slimstart.lab.methods.random_structure import random_mask, random_structure
 from slimstart.lab.methods.relaxations import RELAXATIONS
+from slimstart.lab.methods.shallow import wide_sibling
 from slimstart.lab.methods.uniform_widths import front_heavy, uniform, uniform_mask, uniform_of_flops
 
 PRUNERS: dict[str, Choose] = {
@@ -45,4 +46,5 @@ __all__ = [
     "uniform",
     "uniform_mask",
     "uniform_of_flops",
+    "wide_sibling",
 ]

@@ -6,7 +6,8 @@ of 32 x 32: `vgg16`, `vgg19`, `resnet20`, `resnet32`, `wrn28_10`; of 224 x 224: 
 the end and take other sizes, too.
 
 Open `vgg.py` first (a network in thirty lines), then `layers.py` (what they share, and how they start). `registry.py`
-has `build`, a network by name; `factories.py` has `from_factory`, a network of the user's own.
+has `build`, a network by name; `siblings.py` has shallower networks of the same families; `factories.py` has
+`from_factory`, a network of the user's own.
 """
 
 from slimstart.lab.models.factories import from_factory, is_factory
@@ -14,6 +15,7 @@ from slimstart.lab.models.mobilenet_v1 import mobilenet_v1
 from slimstart.lab.models.registry import MODELS, build
 from slimstart.lab.models.resnet_cifar import resnet20, resnet32
 from slimstart.lab.models.resnet_imagenet import resnet50
+from slimstart.lab.models.siblings import parse_stages, siblings
 from slimstart.lab.models.small import small
 from slimstart.lab.models.vgg import vgg16, vgg19
 from slimstart.lab.models.wide_resnet import wrn28_10
@@ -24,9 +26,11 @@ __all__ = [
     "from_factory",
     "is_factory",
     "mobilenet_v1",
+    "parse_stages",
     "resnet20",
     "resnet32",
     "resnet50",
+    "siblings",
     "small",
     "vgg16",
     "vgg19",

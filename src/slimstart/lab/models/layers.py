@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -11,6 +12,18 @@ from torch import Tensor, nn
 from slimstart.errors import ConfigError
 
 Network = TypeVar("Network", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Layers (or blocks) of every stage of a network, and the channels of their outputs at width 1."""
+
+    depths: tuple[int, ...]
+    channels: tuple[int, ...]
+
+    def scaled(self, width: float) -> list[int]:
+        """The channels of the stages, times `width`."""
+        return [scaled(channels, width) for channels in self.channels]
 
 
 def scaled(channels: int, width: float) -> int:

@@ -13,6 +13,7 @@ from slimstart.lab.models.factories import brief, is_factory
 from slimstart.lab.models.mobilenet_v1 import mobilenet_v1
 from slimstart.lab.models.resnet_cifar import resnet20, resnet32
 from slimstart.lab.models.resnet_imagenet import resnet50
+from slimstart.lab.models.siblings import parse_stages
 from slimstart.lab.models.small import small
 from slimstart.lab.models.vgg import vgg16, vgg19
 from slimstart.lab.models.wide_resnet import wrn28_10
@@ -31,7 +32,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 TIMM = "timm:"
 
 
-def build(name: str, *, num_classes: int, in_channels: int = 3, width: float = 1.0) -> nn.Module:
+def build(
+    name: str, *, num_classes: int, in_channels: int = 3, width: float = 1.0, stages: str | None = None
+) -> nn.Module:
     """A fresh dense network.
 
     Args:
@@ -39,6 +42,7 @@ def build(name: str, *, num_classes: int, in_channels: int = 3, width: float = 1
         num_classes: outputs of the classifier.
         in_channels: channels of the images.
         width: multiplies the channels of every layer, to the nearest whole number; 1 for networks of timm.
+        stages: of a sibling of the network, see `siblings`; its own if not given.
 
     Raises:
         ConfigError: no such network, or none of these sizes.
@@ -46,6 +50,9 @@ def build(name: str, *, num_classes: int, in_channels: int = 3, width: float = 1
     for argument, value in (("num_classes", num_classes), ("in_channels", in_channels)):
         if value < 1:
             raise ConfigError(f"`{argument}` is {value}; it must be at least 1")
+    if stages is not None:
+        sibling = parse_stages(name, stages)
+        return MODELS[name](num_classes=num_classes, in_channels=in_channels, width=width, stages=sibling)
     if name.startswith(TIMM):
         return _from_timm(name, num_classes, in_channels, width)
     if name in MODELS:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from slimstart.lab.models.layers import conv, conv_bn_relu, initialised, scaled, stage
+from slimstart.lab.models.layers import Stages, conv, conv_bn_relu, initialised, stage
+
+RESNET20 = Stages((3, 3, 3), (16, 32, 64))
+RESNET32 = Stages((5, 5, 5), (32, 64, 128))
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, ReLU behind the sum."""
+    """Two 3 x 3 convolutions and a shortcut, ReLU after the sum."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -33,15 +36,15 @@ class BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """Three stages of `num_blocks` blocks each, of `channels` (times `width`) and twice as many from stage to stage."""
+    """A stem and three stages of blocks."""
 
-    def __init__(self, num_blocks: int, channels: int, num_classes: int, in_channels: int, width: float) -> None:
+    def __init__(self, stages: Stages, num_classes: int, in_channels: int, width: float) -> None:
         super().__init__()
-        first, second, third = (scaled(channels * factor, width) for factor in (1, 2, 4))
+        first, second, third = stages.scaled(width)
         self.stem = nn.Sequential(*conv_bn_relu(in_channels, first))
-        self.stage1 = stage(BasicBlock, first, first, num_blocks, stride=1)
-        self.stage2 = stage(BasicBlock, first, second, num_blocks, stride=2)
-        self.stage3 = stage(BasicBlock, second, third, num_blocks, stride=2)
+        self.stage1 = stage(BasicBlock, first, first, stages.depths[0], stride=1)
+        self.stage2 = stage(BasicBlock, first, second, stages.depths[1], stride=2)
+        self.stage3 = stage(BasicBlock, second, third, stages.depths[2], stride=2)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(third, num_classes)
 
@@ -51,11 +54,11 @@ class CifarResNet(nn.Module):
         return logits
 
 
-def resnet20(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> CifarResNet:
+def resnet20(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = RESNET20) -> CifarResNet:
     """Three blocks a stage, 16 to 64 channels: 0.27 M parameters, 41 M multiply-adds on 32 x 32."""
-    return initialised(CifarResNet(3, 16, num_classes, in_channels, width))
+    return initialised(CifarResNet(stages, num_classes, in_channels, width))
 
 
-def resnet32(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> CifarResNet:
+def resnet32(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = RESNET32) -> CifarResNet:
     """Five blocks a stage, 32 to 128 channels, twice the usual: 1.9 M parameters, 276 M multiply-adds on 32 x 32."""
-    return initialised(CifarResNet(5, 32, num_classes, in_channels, width))
+    return initialised(CifarResNet(stages, num_classes, in_channels, width))

@@ -10,11 +10,15 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from slimstart.lab.models.layers import conv, initialised, scaled, stage
+from slimstart.lab.models.layers import Stages, conv, initialised, stage
+
+RESNET50 = Stages(
+    (3, 4, 6, 3), (64, 128, 256, 512)
+)  # channels inside of the blocks; their outputs have four times as many
 
 
 class Bottleneck(nn.Module):
-    """1 x 1 down to `inside` channels, 3 x 3, 1 x 1 up again, beside a shortcut; ReLU behind the sum."""
+    """1 x 1 down to `inside` channels, 3 x 3, 1 x 1 up again, and a shortcut; ReLU after the sum."""
 
     def __init__(self, inside: int, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -38,12 +42,12 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem that quarters the image, four stages of bottlenecks, global average pooling: any size of image goes."""
+    """A stem that quarters the image, four stages of bottlenecks, global average pooling, for images of any size."""
 
-    def __init__(self, num_blocks: tuple[int, int, int, int], num_classes: int, in_channels: int, width: float) -> None:
+    def __init__(self, stages: Stages, num_classes: int, in_channels: int, width: float) -> None:
         super().__init__()
-        inside = [scaled(c, width) for c in (64, 128, 256, 512)]
-        outside = [scaled(c, width) for c in (64, 256, 512, 1024, 2048)]
+        num_blocks, inside = stages.depths, stages.scaled(width)
+        outside = [inside[0], *stages.scaled(4 * width)]
         self.conv1 = conv(in_channels, outside[0], 7, 2)
         self.bn1 = nn.BatchNorm2d(outside[0])
         self.relu = nn.ReLU(inplace=True)
@@ -62,6 +66,6 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet50(num_classes: int = 1000, in_channels: int = 3, width: float = 1.0) -> ResNet:
+def resnet50(num_classes: int = 1000, in_channels: int = 3, width: float = 1.0, stages: Stages = RESNET50) -> ResNet:
     """16 bottlenecks: 25.6 M parameters, 4.1 G multiply-adds on 224 x 224."""
-    return initialised(ResNet((3, 4, 6, 3), num_classes, in_channels, width))
+    return initialised(ResNet(stages, num_classes, in_channels, width))

@@ -9,15 +9,18 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from slimstart.lab.models.layers import Chain, conv_bn_relu, initialised, scaled
+from slimstart.lab.models.layers import Chain, Stages, conv_bn_relu, initialised, scaled
 
-# Channels of the convolutions; the image is halved from stage to stage.
-VGG16 = ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3)
-VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
+VGG16 = Stages((2, 2, 3, 3, 3), (64, 128, 256, 512, 512))
+VGG19 = Stages((2, 2, 4, 4, 4), VGG16.channels)
 
 
 class VGG(Chain):
-    """Stages of convolutions, max pooling between them, global average pooling behind the last."""
+    """Stages of convolutions, max pooling between them, global average pooling after the last.
+
+    Args:
+        stages: channels of every convolution, stage by stage.
+    """
 
     def __init__(self, stages: Sequence[Sequence[int]], num_classes: int, in_channels: int, width: float) -> None:
         layers: list[nn.Module] = []
@@ -31,11 +34,15 @@ class VGG(Chain):
         super().__init__(layers, channels, num_classes)
 
 
-def vgg16(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> VGG:
+def vgg16(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = VGG16) -> VGG:
     """13 convolutions: 14.7 M parameters, 313 M multiply-adds on 32 x 32."""
-    return initialised(VGG(VGG16, num_classes, in_channels, width))
+    return initialised(VGG(_convolutions(stages), num_classes, in_channels, width))
 
 
-def vgg19(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> VGG:
+def vgg19(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = VGG19) -> VGG:
     """16 convolutions: 20.0 M parameters, 398 M multiply-adds on 32 x 32."""
-    return initialised(VGG(VGG19, num_classes, in_channels, width))
+    return initialised(VGG(_convolutions(stages), num_classes, in_channels, width))
+
+
+def _convolutions(stages: Stages) -> list[list[int]]:
+    return [[channels] * depth for depth, channels in zip(stages.depths, stages.channels, strict=True)]

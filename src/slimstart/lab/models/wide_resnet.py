@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from slimstart.lab.models.layers import conv, initialised, scaled, stage
+from slimstart.lab.models.layers import Stages, conv, initialised, scaled, stage
+
+STEM = 16
+WRN28_10 = Stages((4, 4, 4), (160, 320, 640))
 
 
 class WideBlock(nn.Module):
-    """Normalisation and ReLU in front of each of two convolutions, nothing behind the sum; no dropout.
+    """Normalisation and ReLU before each of two convolutions, nothing after the sum; no dropout.
 
     Where the block changes the shape, the shortcut is a convolution that reads the same normalised input as the first
-    of the two. Elsewhere the stream passes as it is.
+    of the two. Elsewhere it is the identity.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -30,16 +33,15 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """A thin stem, and three stages of (`depth` - 4) / 6 blocks, `widen` times as wide as in ResNet-20."""
+    """A thin stem, and three stages of wide blocks."""
 
-    def __init__(self, depth: int, widen: int, num_classes: int, in_channels: int, width: float) -> None:
+    def __init__(self, stages: Stages, num_classes: int, in_channels: int, width: float) -> None:
         super().__init__()
-        num_blocks = (depth - 4) // 6  # two convolutions a block, the stem, and one shortcut a stage
-        stem, first, second, third = (scaled(c, width) for c in (16, 16 * widen, 32 * widen, 64 * widen))
+        stem, (first, second, third) = scaled(STEM, width), stages.scaled(width)
         self.stem = conv(in_channels, stem)
-        self.stage1 = stage(WideBlock, stem, first, num_blocks, stride=1)
-        self.stage2 = stage(WideBlock, first, second, num_blocks, stride=2)
-        self.stage3 = stage(WideBlock, second, third, num_blocks, stride=2)
+        self.stage1 = stage(WideBlock, stem, first, stages.depths[0], stride=1)
+        self.stage2 = stage(WideBlock, first, second, stages.depths[1], stride=2)
+        self.stage3 = stage(WideBlock, second, third, stages.depths[2], stride=2)
         self.bn = nn.BatchNorm2d(third)
         self.relu = nn.ReLU(inplace=True)
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -51,6 +53,6 @@ class WideResNet(nn.Module):
         return logits
 
 
-def wrn28_10(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> WideResNet:
+def wrn28_10(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = WRN28_10) -> WideResNet:
     """28 layers, 160 to 640 channels: 36.5 M parameters, 5.2 G multiply-adds on 32 x 32."""
-    return initialised(WideResNet(28, 10, num_classes, in_channels, width))
+    return initialised(WideResNet(stages, num_classes, in_channels, width))

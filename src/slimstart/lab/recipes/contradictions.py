@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slimstart.errors import ConfigError
 from slimstart.graph import COUPLINGS
 from slimstart.lab import data, models
 from slimstart.lab.methods import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
@@ -30,7 +31,10 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision": PRECISIONS,
     "optimizer": tuple(OPTIMIZERS),
 }
-AT_LEAST_ONE = ("epochs", "batch_size", "resample_every", "align", "num_masks", "eval_every", "rounds")
+AT_LEAST_ONE = (
+    *("epochs", "trial_epochs", "batch_size", "eval_every"),
+    *("resample_every", "align", "num_masks", "rounds"),
+)
 POSITIVE = ("width", "structure_lr", "lr", "eps", "finetune_lr")
 NOT_NEGATIVE = (
     *("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"),
@@ -40,7 +44,7 @@ FRACTIONS = ("settle_at", "label_smoothing", "momentum")
 
 
 # Methods that train one network, so that its weights have an average.
-AVERAGED = ("slimstart", "dense", "uniform", "random")
+AVERAGED = ("slimstart", "dense", "uniform", "shallow", "random")
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
@@ -112,6 +116,7 @@ def _of_the_method(recipe: Recipe) -> Iterator[str]:
             f"`protocol` is {recipe.protocol!r}, which only the method {OWN_PROTOCOLS[recipe.protocol]} has; "
             f"{recipe.method} has {', '.join(has)}"
         )
+    yield from _of_siblings(recipe)
     if recipe.full_model_device not in (None, "cpu"):
         yield (
             f"`full_model_device` is {recipe.full_model_device!r}; it must be cpu, or left out to keep the dense "
@@ -132,6 +137,26 @@ def _of_the_method(recipe: Recipe) -> Iterator[str]:
             f"`width` is {recipe.width}, but it only applies to networks of ours, and {recipe.model} is not one; leave "
             "it out, and build the network with the widths that you want"
         )
+
+
+def _of_siblings(recipe: Recipe) -> Iterator[str]:
+    """What is wrong with the method shallow."""
+    if recipe.method != "shallow":
+        for name in ("stages", "trial_epochs"):
+            if (value := getattr(recipe, name)) is not None:
+                yield f"`{name}` is {value!r}, but only the method shallow has it; leave it out, or choose that method"
+        return
+    try:
+        models.parse_stages(recipe.model, recipe.stages or models.siblings(recipe.model)[0])
+    except ConfigError as error:
+        yield str(error)
+    if recipe.stages is None and recipe.validation:
+        yield (
+            f"`validation` is {recipe.validation}, but the method shallow chooses on training images that it "
+            "holds out itself; leave it out, or name the `stages`"
+        )
+    if recipe.stages is not None and recipe.trial_epochs is not None:
+        yield f"`trial_epochs` is {recipe.trial_epochs}, but `stages` leaves nothing to try; leave one of them out"
 
 
 def _of_the_training(recipe: Recipe) -> Iterator[str]:

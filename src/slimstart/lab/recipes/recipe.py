@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its field
 logger = logging.getLogger(__name__)
 
 METHODS = (
-    *("slimstart", "dense", "uniform", "random"),
+    *("slimstart", "dense", "uniform", "shallow", "random"),
     *("l1", "soft", "thinet", "provable", "slimming"),  # which cut a trained network
     "grow-efficient",
 )
@@ -99,6 +99,14 @@ class Recipe:
         "Variant of a method. All have original; l1, soft, thinet, provable and slimming have uniform (one cut that "
         "leaves the same share of every layer); soft has folded (filters are judged together with their batch norm); "
         "uniform has front_heavy (shares that fall by a factor of four from the first layer to the last).",
+    )
+    stages: str | None = _setting(
+        None,
+        "Layers or blocks in each stage of the method shallow, such as 2,2,2,2,2, or 2,2,2,2,2:late for wide late "
+        "stages. By default the best of a few, chosen on held-out training images.",
+    )
+    trial_epochs: int | None = _setting(
+        None, "Epochs of each network that the method shallow tries; by default as many as epochs."
     )
     rounds: int = _setting(1, "Number of cuts, spread over the fine-tuning, for methods that cut a trained network.")
     penalty: float = _setting(1e-4, "Weight of the L1 penalty on the scales of batch norm in network slimming.")
@@ -225,21 +233,26 @@ def own_settings(policy: str) -> dict[str, Any]:
     return {name: getattr(found, name) for name in OWN_SETTINGS if hasattr(found, name)}
 
 
-def make_model(name: str, *, num_classes: int, in_channels: int, width: float = 1.0) -> nn.Module:
-    """The dense network that a recipe's `model` names, freshly initialised."""
+def make_model(
+    name: str, *, num_classes: int, in_channels: int, width: float = 1.0, stages: str | None = None
+) -> nn.Module:
+    """The dense network that a recipe's `model` names, or a sibling of it, freshly initialised."""
     from slimstart.lab import models
 
     if models.is_factory(name):
         return models.from_factory(name, num_classes=num_classes, in_channels=in_channels)
-    return models.build(name, num_classes=num_classes, in_channels=in_channels, width=width)
+    return models.build(name, num_classes=num_classes, in_channels=in_channels, width=width, stages=stages)
 
 
 def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with some fields changed.
 
-    The method dense drops a budget that it came with; another policy drops the settings that it does not have, and
-    with them `coupling` and `resample_every`; another optimizer drops all settings of the former one.
+    The method dense drops a budget that it came with, and methods other than shallow drop the settings of shallow.
+    Another policy drops the settings that it does not have, and with them `coupling` and `resample_every`. Another
+    optimizer drops all settings of the former one.
     """
+    if changes.get("method", "shallow") != "shallow":
+        changes = {"stages": None, "trial_epochs": None, **changes}
     if changes.get("method") == "dense" and "budget" not in changes:
         changes = {**changes, "budget": None}
     lost = own_settings(recipe.policy).keys() - own_settings(changes.get("policy", recipe.policy)).keys()

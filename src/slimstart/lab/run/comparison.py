@@ -7,7 +7,7 @@ All contenders have equally many epochs, and spend them as `plan` says:
 
 | contender | epochs |
 |---|---|
-| slimstart, dense, uniform, random, soft | all in one schedule |
+| slimstart, dense, uniform, shallow, random, soft | all in one schedule; shallow tries its networks in others |
 | slimstart:paper or another estimator, grow-efficient | 300 of 340 search, the rest fine-tunes, as in the release |
 | l1, thinet, provable, slimming; soft:uniform | half train the dense network, half retrain the pruned one likewise |
 """
@@ -127,8 +127,8 @@ def trials(
         methods: as `contender` reads them.
         budgets: of each contender but dense, which has none and runs once for each seed.
         total_epochs: of each contender; those of the recipe, with fine-tuning, if not given.
-        retraining: `finetune_epochs`, `finetune_lr` or `finetune_schedule` to take the place of the plan's, and
-            `rounds` of contenders that prune.
+        retraining: `finetune_epochs`, `finetune_lr` or `finetune_schedule` to take the place of the plan's,
+            `rounds` of contenders that prune, and `trial_epochs` of shallow.
 
     Raises:
         ConfigError: an unknown name, a setting that cannot be meant, or the same run twice.
@@ -170,6 +170,8 @@ def _trial(
     own = {name: value for name, value in retraining.items() if name != "finetune_epochs"}
     if entrant.method not in PRUNERS:
         own["rounds"] = 1
+    if entrant.method != "shallow":
+        own.pop("trial_epochs", None)
     if entrant.method == "grow-efficient" or entrant.variant in RELAXATIONS:  # what was chosen for ours is not theirs
         own |= {"structure_lr": None, "settle_at": 1.0}
     limit = None if entrant.method == "dense" else budget

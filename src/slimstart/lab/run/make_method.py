@@ -7,12 +7,14 @@ FLOPs that it executes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
-from slimstart.lab.methods import PRUNERS, front_heavy, random_structure, uniform
+from slimstart.lab.methods import PRUNERS, front_heavy, random_structure, uniform, wide_sibling
 from slimstart.lab.methods.relaxations import RELAXATIONS
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run.fixed import Fixed
@@ -33,6 +35,7 @@ def make_method(
     steps_per_epoch: int,
     engine: str = "auto",
     wrap: Wrap | None = None,
+    make_sibling: Callable[[float], nn.Module] | None = None,
 ) -> Method:
     """The method that a recipe names, around a freshly initialised dense model.
 
@@ -40,6 +43,7 @@ def make_method(
         example: one image, as a batch.
         engine: as for `SparseTraining`.
         wrap: as for `Stage`.
+        make_sibling: builds the network of the method shallow, from a factor on its widths.
 
     Raises:
         ConfigError: the method cannot do with `wrap`: it trains one network after the other, or gates beside one.
@@ -58,6 +62,10 @@ def make_method(
     budget = recipe.parsed_budget
     if budget is None:
         network = compact(model, graph.select(torch.ones(graph.num_units, dtype=torch.bool)))
+    elif recipe.method == "shallow":
+        assert make_sibling is not None
+        sibling, graph, budget = wide_sibling(make_sibling, graph, budget, example)
+        network = uniform(sibling, graph, budget, recipe.align or ALIGN)
     elif recipe.method == "random":
         network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))
     else:

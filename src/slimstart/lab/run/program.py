@@ -16,6 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,17 @@ from slimstart.errors import CheckpointError, ConfigError, NonFiniteLossError
 from slimstart.flop_counter import flops
 from slimstart.io import network_files as files
 from slimstart.lab import records
+from slimstart.lab.models import siblings
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.recipes.schedules import learning_rate
 from slimstart.lab.run import environment as surroundings
 from slimstart.lab.run.callbacks import Interrupted, Status, Unwatched, Watcher
+from slimstart.lab.run.choosing import choose
 from slimstart.lab.run.environment import Place
 from slimstart.lab.run.evaluation import evaluate
 from slimstart.lab.run.events import Events
 from slimstart.lab.run.make_method import make_method
+from slimstart.lab.run.method import Method
 from slimstart.lab.run.progress import Progress
 from slimstart.lab.run.recording import End, make_record, structure_of
 from slimstart.lab.run.run_folder import Run
@@ -72,10 +76,8 @@ class Program:
         self.recipe, self.run, self.ranks = recipe, run, ranks
         self.place, self.watcher = place or Place(), watcher or Unwatched()
         self.task = Task(recipe, self.place, ranks, self.watcher.downloading)
-        model, wrap = self.task.begin(), data_parallel if ranks.size > 1 else None
-        self.method = make_method(recipe, model, self.task.example, self.task.steps_per_epoch, self.place.engine, wrap)
-        if ranks.rank > 0:  # ranks drop other activations than their neighbours
-            torch.manual_seed(recipe.seed + ranks.rank)
+        self.choosing: records.Choosing | None = None
+        self.method = self._make_method()
         self.progress = Progress()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.task.device)
         self._began = self._last_saved = self._last_shown = time.monotonic()
@@ -89,6 +91,7 @@ class Program:
             Interrupted: the watcher asked to stop; the state is saved.
             NonFiniteLossError, CheckpointError: the last good checkpoint is intact.
         """
+        self._choose()
         self.resume()
         folder = self.run.tensorboard if self.ranks.rank == 0 else None
         with Events(folder, first_step=self.progress.epoch + 1) as events:
@@ -101,6 +104,35 @@ class Program:
                 self._began = time.monotonic()  # neither evaluation nor writing is training
                 self._save_if_due(stopping=self.watcher.stop_requested)
         return self._finish()
+
+    def _make_method(self) -> Method:
+        recipe, task, ranks = self.recipe, self.task, self.ranks
+        wrap = data_parallel if ranks.size > 1 else None
+        model, sibling = task.begin(), None
+        if recipe.method == "shallow":
+            # Before the choice, the shallowest: where it cannot meet the budget, none can.
+            chosen = self.choosing.chosen if self.choosing else siblings(recipe.model)[0]
+            sibling = partial(task.make_model, stages=recipe.stages or chosen)
+        engine = self.place.engine
+        method = make_method(recipe, model, task.example, task.steps_per_epoch, engine, wrap, sibling)
+        if ranks.rank > 0:  # each process drops other activations
+            torch.manual_seed(recipe.seed + ranks.rank)
+        return method
+
+    def _choose(self) -> None:
+        """Choose the structure by trials, where the recipe leaves it open."""
+        if self.recipe.method != "shallow" or self.recipe.stages is not None:
+            return
+
+        def trial(recipe: Recipe, run: Run, watcher: Watcher) -> records.Record:
+            if not self.ranks.first(lambda: run.finished):
+                self.ranks.first(lambda: None if run.exists else run.create(recipe))
+                Program(recipe, run, self.place, watcher, self.ranks).train()
+            return self.ranks.first(lambda: records.read(run.record))
+
+        folder, num_images = self.run.folder / "trials", self.task.data.train.num_images
+        self.choosing = choose(self.recipe, folder, num_images, trial, self.watcher)
+        self.method = self._make_method()
 
     def _train_epoch(self) -> None:
         progress = self.progress
@@ -182,7 +214,7 @@ class Program:
             files.save(network, self.run.network)
             own_flops = flops(network, self.task.example)
             times = None if self.watcher.stop_requested else measured(self.task, own_flops)
-            end = End(network, own_flops, loss, accuracy, times)
+            end = End(network, own_flops, loss, accuracy, times, self.choosing)
             record = make_record(self.run.folder.resolve().name, self.task, self.method, self.progress, end)
             records.write(record, self.run.record)
             return record

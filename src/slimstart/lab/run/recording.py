@@ -27,6 +27,7 @@ class End(NamedTuple):
         flops: of it, for one image.
         loss, accuracy: of it, on the test images.
         times: None where they were not measured.
+        choosing: the choice of the structure, where there were trials.
     """
 
     network: nn.Module
@@ -34,11 +35,17 @@ class End(NamedTuple):
     loss: float
     accuracy: float
     times: StepTimes | None
+    choosing: records.Choosing | None = None
 
 
 def make_record(name: str, task: Task, method: Method, progress: Progress, end: End) -> records.Record:
     """The record of a run that is done."""
-    (network, own_flops, loss, accuracy, times), recipe, ledger = end, task.recipe, method.ledger
+    network, own_flops, times, recipe = end.network, end.flops, end.times, task.recipe
+    choosing_flops, choosing_seconds = (
+        (0, 0.0) if end.choosing is None else (end.choosing.train_flops, end.choosing.train_seconds)
+    )
+    train_flops = method.ledger.total + choosing_flops
+    train_seconds = sum(epoch.seconds for epoch in progress.history) + progress.seconds  # the latter of finishing
     own_params = sum(parameter.numel() for parameter in network.parameters())
     dense_train_flops = sum(epoch.dense_train_flops for epoch in progress.history)
     dense = formula_flops(task.dense.flops, task.dense.flops)
@@ -62,8 +69,8 @@ def make_record(name: str, task: Task, method: Method, progress: Progress, end: 
         **surroundings.facts(task.device),
         started=progress.started,
         finished=surroundings.now(),
-        accuracy=accuracy,
-        test_loss=loss,
+        accuracy=end.accuracy,
+        test_loss=end.loss,
         flops=own_flops,
         dense_flops=task.dense.flops,
         flops_ratio=own_flops / task.dense.flops,
@@ -71,11 +78,11 @@ def make_record(name: str, task: Task, method: Method, progress: Progress, end: 
         dense_params=task.dense.params,
         params_ratio=own_params / task.dense.params,
         layers=_layers(method.graph.filters, task, network),
-        train_flops=ledger.total,
+        train_flops=train_flops,
         dense_train_flops=dense_train_flops,
         train_cost_saving=saving,
-        executed_saving=dense_train_flops / ledger.total,
-        train_seconds=sum(epoch.seconds for epoch in progress.history) + progress.seconds,  # and of finishing
+        executed_saving=dense_train_flops / train_flops,
+        train_seconds=train_seconds + choosing_seconds,
         step_ms=None if times is None else times.total,
         step_forward_ms=None if times is None else times.forward,
         step_backward_ms=None if times is None else times.backward,
@@ -87,6 +94,7 @@ def make_record(name: str, task: Task, method: Method, progress: Progress, end: 
         ports=sum(isinstance(layer, StreamPort) for layer in network.modules()),
         building_seconds=method.building_seconds,
         structures=tuple(progress.structures) or None,
+        choosing=end.choosing,
         **_exchanged(task, progress),
     )
 
@@ -115,14 +123,18 @@ def structure_of(keep_probs: Tensor | None, expected_cost: float | None) -> dict
 
 
 def _layers(filters: Mapping[str, Tensor], task: Task, network: nn.Module) -> tuple[records.Layer, ...]:
-    """Every layer of the finished network, with its filters and FLOPs and those of the dense network."""
+    """Every layer of the finished network, with its filters and FLOPs and those of the dense network.
+
+    A shallower sibling is compared with itself before its widths were scaled, for the dense network has other layers.
+    """
     found = []
     modules, dense, own = dict(network.named_modules()), task.dense.layer_flops, layer_flops(network, task.example)
     for name, units in filters.items():
         layer = modules.get(name)
         width = getattr(layer, "out_channels", None) or getattr(layer, "out_features", None)
         if width is not None:
-            # A layer without FLOPs is used in a way that is not counted by layer.
-            costs = (dense[name], own.get(name)) if dense.get(name) else (None, None)
+            # A layer without FLOPs is used in a way that is not counted by layer; a shallower sibling has other layers.
+            same = task.recipe.method != "shallow" and dense.get(name)
+            costs = (dense[name], own.get(name)) if same else (None, None)
             found.append(records.Layer(name, units.numel(), int(width), *costs))
     return tuple(found)

@@ -107,10 +107,15 @@ class Task:
         )
         return model
 
-    def make_model(self) -> nn.Module:
-        """The dense network, freshly initialised, at home."""
-        recipe, channels = self.recipe, self.data.image_shape[0]
-        model = make_model(recipe.model, num_classes=self.data.num_classes, in_channels=channels, width=recipe.width)
+    def make_model(self, width: float | None = None, stages: str | None = None) -> nn.Module:
+        """The dense network, freshly initialised, at home; or a sibling of it, of another width."""
+        model = make_model(
+            self.recipe.model,
+            num_classes=self.data.num_classes,
+            in_channels=self.data.image_shape[0],
+            width=width or self.recipe.width,
+            stages=stages,
+        )
         if self.ranks.size > 1 and self.place.batch_norm == "synchronised":
             model = synchronise_batch_norm(model)
         return surroundings.suited(model, self.home, self.device)

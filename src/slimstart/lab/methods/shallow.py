@@ -1,0 +1,39 @@
+"""A shallower sibling at the budget of the dense network: fewer layers, uniform widths, then plain training.
+
+What a sceptic compares with after the uniform network. At equal cost, fewer and wider layers are often better, and
+faster on a GPU. `run/choosing.py` finds out which sibling is the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from slimstart.graph import ChannelGraph, trace
+from slimstart.policies import Budget
+
+
+def wide_sibling(
+    make: Callable[[float], nn.Module], graph: ChannelGraph, budget: Budget, example: Tensor
+) -> tuple[nn.Module, ChannelGraph, Budget]:
+    """A sibling that is wide enough for a budget.
+
+    Args:
+        make: called with a factor on the widths of the sibling.
+        graph: of the dense network, which the budget is a fraction of.
+        example: one image, as a batch.
+
+    Returns:
+        The sibling, its graph, and the budget as a fraction of the sibling.
+    """
+    limit, width = budget.bind(graph.costs).limit, 1.0
+    while True:
+        sibling = make(width)
+        own = trace(sibling, example, "stream")
+        dense = type(budget)(1.0).bind(own.costs).dense
+        if dense >= limit:
+            return sibling, own, type(budget)(limit / dense)
+        # FLOPs and parameters grow with the square of the widths; channels grow with the widths.
+        width *= max(1.05, math.sqrt(1.02 * limit / dense))
