@@ -1,7 +1,11 @@
 """slimstart trains neural networks at a budget from step one.
 
-Start with `SparseTraining`; `trace`, `verify` and `compact` are what it stands on, for use on their own. Names are
-loaded when they are first asked for, so that the command line answers at once.
+- `SparseTraining` trains a model; `Flops`, `Params` and `Channels` are budgets, `EqualWorth` and `Paper` policies.
+- `save` and `load` write and read finished networks; `shrink_to` fits a dense module to a narrow state dict.
+- `trace`, `verify`, `compact`, `recalibrate` and `flops` are parts of it for separate use.
+- Errors are subclasses of `SlimstartError`.
+
+Names are imported on first use, so that `import slimstart` does not import PyTorch.
 """
 
 from importlib import import_module, metadata
@@ -42,7 +46,7 @@ try:
 except metadata.PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
-_HOME = {
+_NAMES_IN = {
     "flop_counter": ("flops",),
     "errors": (
         "BudgetError", "CheckpointError", "ConfigError", "DataError", "DesynchronisedError", "ExportError",
@@ -54,15 +58,15 @@ _HOME = {
     "narrow": ("compact", "recalibrate", "shrink_to", "verify"),
     "training": ("SparseTraining",),
 }  # fmt: skip
-_ROOM = {name: room for room, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
-__all__ = sorted(_ROOM)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_ROOM[name]}"), name)
+    found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = found
     return found
 

@@ -1,20 +1,20 @@
-r"""The cost table: plain data that `graph` derives from a network and `policies` evaluate; it knows neither.
+r"""The cost table: plain data that `graph` derives from a network and `policies` evaluates.
 
-A network's cost (its FLOPs, or its parameters) is a polynomial in "how many channels are there". With a mask
+A network's cost (its FLOPs, or its parameters) is a polynomial in the numbers of its channels. With a mask
 :math:`m \in \{0,1\}^U` over units,
 
 .. math:: \mathrm{cost}(m) = c_0 + \sum_t a_t \, n_{l(t)}(m) \, n_{r(t)}(m), \qquad
           n_f(m) = o_f + \sum_{e \in f} w_e \, [\, \exists u \in e : \tilde m_u = 1 \,]
 
-where an *event* e is a set of units of which at least one must be kept for the channel to exist (a stream channel
-exists if some writer keeps it), a *factor* f counts the indices of one tensor dimension (:math:`o_f` of them always
+where an *event* e is a set of units of which at least one must be kept for a channel to exist (a stream channel exists
+if some writer keeps it), a *factor* f counts the indices of one tensor dimension (:math:`o_f` of them are always
 there), and a *term* t multiplies one or two factors (a convolution: inputs times outputs).
 
-:math:`\tilde m` is the mask after the **at-least-one rule**: units form groups (`unit_group`), and where the draw drops
-every unit of a group, its first unit is kept all the same.
+:math:`\tilde m` is the mask after the **at-least-one rule**: units form groups (`unit_group`), and if a mask drops
+every unit of a group, the first one is kept nevertheless.
 
-Some layers can go as a whole (`layers`). `CostTable.without` is the table of the network without them: their terms are
-subtracted, and where the identity takes the place of a layer, its output channel i exists if its input channel i does.
+Some layers can be removed as a whole (`layers`). `CostTable.without` is the table of the network without them: their
+terms are subtracted, and where the identity replaces a layer, its output channel i exists if its input channel i does.
 Units keep their numbers, so one mask serves both tables; units that only the removed layers have are in no event.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Factor:
-    """How many indices of one tensor dimension exist: `offset` always, and `weights[i]` more if `events[i]` happens."""
+    """The number of indices of a tensor dimension: `offset`, plus `weights[i]` for every `events[i]` that happens."""
 
     offset: int
     events: Tensor  # (n,) int64, indices into CostTable.events
@@ -39,7 +39,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Term:
-    """`coefficient` times the product of one or two factors (indices into `CostTable.factors`)."""
+    """A coefficient times the product of one or two factors, which are indices into `CostTable.factors`."""
 
     coefficient: int
     factors: tuple[int, ...]
@@ -47,7 +47,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Polynomial:
-    """`constant` plus the sum of the terms."""
+    """A constant plus the sum of terms."""
 
     constant: int
     terms: tuple[Term, ...]
@@ -130,7 +130,7 @@ class CostTable:
     def at_least_one(self, mask: Tensor) -> Tensor:
         """The mask with the first unit of every empty group kept; the input is not changed.
 
-        All shapes are fixed and no value is asked for, so a CUDA graph can hold it (after a first call on the device).
+        Shapes are fixed and no value is read on the host, so a CUDA graph can hold it after a first call on the device.
 
         Args:
             mask: bool tensor of shape (..., num_units).
@@ -141,7 +141,7 @@ class CostTable:
             self._rule[mask.device] = self._group_and_first(mask.device)
         group, first = self._rule[mask.device]
         mask = mask.bool()
-        # Whole numbers: the order in which a GPU adds them does not matter.
+        # Integers, so that the result does not depend on the order in which a GPU adds them.
         kept = torch.zeros(*mask.shape[:-1], first.numel(), dtype=torch.int32, device=mask.device)
         empty = kept.index_add_(-1, group, mask.int()) == 0
         return mask.index_copy(-1, first, mask.index_select(-1, first) | empty)

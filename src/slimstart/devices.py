@@ -1,4 +1,4 @@
-"""Where a module lives, and how much room there is."""
+"""Devices of modules and tensors, and the memory that is left on them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from torch import Tensor, nn
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model that is on one."""
+    """The device of a model, which must be on one device."""
     return next(model.parameters()).device
 
 
 def cuda_devices(module: nn.Module) -> list[int]:
-    """Indices of the CUDA devices that hold the module's parameters, as `torch.random.fork_rng` wants them.
-
-    For whoever has to leave their random numbers alone.
-    """
+    """Indices of the CUDA devices of the module's parameters, for `torch.random.fork_rng`."""
     return sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
 
 
 def free_on_device(device: torch.device | None = None) -> int:
-    """Bytes that PyTorch can have there now, within its share (`torch.cuda.set_per_process_memory_fraction`)."""
+    """Bytes that PyTorch can allocate now, within `torch.cuda.set_per_process_memory_fraction`."""
     free, total = torch.cuda.mem_get_info(device)
     share = round(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(free + torch.cuda.memory_reserved(device), share) - torch.cuda.memory_allocated(device)

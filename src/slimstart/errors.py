@@ -1,34 +1,34 @@
-"""What can go wrong, by name: one small family, so that a program can catch what it can mend."""
+"""All exceptions that slimstart raises on purpose, each also one of Python's own classes."""
 
 from __future__ import annotations
 
 
 class SlimstartError(Exception):
-    """Base of every error that slimstart raises on purpose."""
+    """Base class of all errors of slimstart."""
 
 
 class TraceError(SlimstartError, RuntimeError):
-    """The network could not be followed, or a narrow network is not what its dense one says it must be."""
+    """The network could not be traced, or a narrow network differs from the masked dense one."""
 
 
 class BudgetError(SlimstartError, ValueError):
-    """No sub-network meets the budget; the message gives the feasible range."""
+    """No sub-network is within the budget; the message gives the feasible range."""
 
 
 class OptimizerStateError(SlimstartError, RuntimeError):
-    """An optimizer keeps state that cannot follow the channels; the message names the key."""
+    """An optimizer has state that cannot follow the channels; the message names the key."""
 
 
 class CheckpointError(SlimstartError, RuntimeError):
-    """A file or a state dict is truncated, foreign, or belongs to another network."""
+    """A file or a state dict is truncated, of another format, or belongs to another network."""
 
 
 class NonFiniteLossError(SlimstartError, FloatingPointError):
-    """A loss is NaN or infinite; the message gives the step, and the state is that of the step before."""
+    """A loss is NaN or infinite; the message gives the step, and the training is in the state before it."""
 
 
 class ConfigError(SlimstartError, ValueError):
-    """Settings that cannot be meant: an unknown name, a value out of range, two that contradict each other."""
+    """Invalid settings: an unknown name, a value out of range, two that contradict each other."""
 
 
 class DataError(SlimstartError, RuntimeError):
@@ -36,7 +36,7 @@ class DataError(SlimstartError, RuntimeError):
 
 
 class ExportError(SlimstartError, RuntimeError):
-    """A network was written for another program, and does not compute the same there."""
+    """An exported network does not compute the same as the original."""
 
 
 class RecordError(SlimstartError, ValueError):
@@ -44,8 +44,8 @@ class RecordError(SlimstartError, ValueError):
 
 
 class ProcessGroupError(SlimstartError, RuntimeError):
-    """One of the processes that train together has fallen out, or has failed."""
+    """A process of the process group is lost or has failed."""
 
 
 class DesynchronisedError(SlimstartError, RuntimeError):
-    """Processes that train together hold different things; the message names them."""
+    """Processes of a group have different weights, masks or settings; the message names them."""

@@ -1,7 +1,7 @@
-"""FLOPs, counted by PyTorch's own counter on the operations that really run.
+"""FLOPs of the operations that run, counted by PyTorch's `FlopCounterMode`.
 
-Convention: **one multiply-add = 1** (PyTorch's counter says 2). Counted are convolutions, matrix products and
-attention; normalisation, activations and additions are not, as in the literature.
+Convention: **one multiply-add = 1** (PyTorch counts 2). Convolutions, matrix products and attention are counted;
+normalisation, activations and additions are not, as in the literature.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slimstart.inputs import as_call
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Attention on the CPU, which PyTorch's counter does not know: two products per head."""
+    """Attention on the CPU, which PyTorch's counter does not count: two products per head."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 
 
 class Count:
-    """Multiply-adds run so far within `counting`."""
+    """The multiply-adds that have run within `counting` so far."""
 
     def __init__(self, counter: FlopCounterMode) -> None:
         self._counter = counter
@@ -34,19 +34,19 @@ class Count:
         return self._counter.get_total_flops() // 2
 
     def of_module(self, path: str) -> int:
-        """Those of one module, by its path from the class of the network, as in "VGG.features.0"."""
+        """Multiply-adds of one module, named from the class of the network on, as in "VGG.features.0"."""
         return sum(self._counter.get_flop_counts().get(path, {}).values()) // 2
 
 
 @contextmanager
 def counting() -> Iterator[Count]:
-    """Count the multiply-adds of whatever runs inside, backward passes too."""
+    """Count the multiply-adds that run within this context, those of backward passes included."""
     counter = FlopCounterMode(
         display=False,
         custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention},
     )
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one fused operation, which no counter knows
+    torch.backends.mha.set_fastpath_enabled(False)  # a fused operation that is not counted
     try:
         with counter:
             yield Count(counter)
@@ -56,7 +56,7 @@ def counting() -> Iterator[Count]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards every module is in its own mode again."""
+    """Set a model to evaluation mode within this context, and restore the mode of every module afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -67,7 +67,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def flops(model: nn.Module, example_inputs: Any) -> int:
-    """Multiply-adds of one forward in evaluation mode; the model is left as it was.
+    """Multiply-adds of one forward in evaluation mode; the model is not changed.
 
     Args:
         model: any module, dense or narrow.

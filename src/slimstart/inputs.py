@@ -1,4 +1,4 @@
-"""What users pass on to their own functions: `example_inputs` of a model, and batches of a loss function."""
+"""Arguments of the user's own functions: `example_inputs` of a model, and batches of a loss function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments with which to call a model."""
+    """Convert `example_inputs` to positional and keyword arguments of a model."""
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, tuple | list):
@@ -22,5 +22,5 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_batch(batch: Any) -> tuple[Any, ...]:
-    """A batch as the arguments that a loss function takes behind the network."""
+    """Convert a batch to the arguments of a loss function after the network."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)

@@ -210,7 +210,7 @@ def test_names_mean_default_policies() -> None:
     ("policy", "error", "message"),
     [
         ("papers", ValueError, "`policy` is 'papers'; it must be one of 'equal_worth', 'paper', or an object such as"),
-        (Paper, TypeError, "`policy` is the class Paper; it must be an object: call the class"),
+        (Paper, TypeError, "`policy` is the class Paper; it must be an object, such as Paper"),
         (3, TypeError, "`policy` is 3, without coupling, learns_from, start; it must be one of"),
         (Own(learns_from="both"), ValueError, "`learns_from` of .* is 'both'; it must be 'losses' or 'gradients'"),
     ],

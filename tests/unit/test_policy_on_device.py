@@ -220,7 +220,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`losses` has shape \(1,\); vr_pge needs \(2,\)"):
         policy.learn_(torch.zeros(1), YES)
     own = search(chain([6]), Flops(0.5), estimator=Estimator("own", 1, lambda losses, masks, s, alpha: s))
-    with pytest.raises(RuntimeError, match="needs the host for the estimator 'own'; check `capturable` first"):
+    with pytest.raises(RuntimeError, match="which 'own' is not; where `capturable` is false"):
         own.learn_(torch.zeros(1), YES)
 
 

@@ -1,4 +1,4 @@
-r"""Adam on tensors alone, such as a CUDA graph can hold: the number of steps and the learning rate are on the device.
+r"""Adam in tensor operations only, with the number of steps on the device, so that a CUDA graph can hold it.
 
 .. math:: a \leftarrow \beta_1 a + (1 - \beta_1) g, \qquad b \leftarrow \beta_2 b + (1 - \beta_2) g^2, \qquad
           z = s - \eta \, \frac{a / (1 - \beta_1^t)}{\sqrt{b / (1 - \beta_2^t)} + \epsilon}
@@ -19,7 +19,7 @@ EPSILON = 1e-8
 
 
 class AdamState(NamedTuple):
-    """What Adam remembers: its two moments (U,), and t as a float64 scalar."""
+    """The state of Adam: its two moments (U,), and t as a float64 scalar."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -27,11 +27,11 @@ class AdamState(NamedTuple):
 
 
 class Adam(Movable):
-    """Adam's formula, with torch's defaults; the state is the caller's.
+    """Adam's formula, with PyTorch's defaults; the caller has the state.
 
     Args:
         lr: the learning rate.
-        total_steps: number of steps over which it falls to 0 along a cosine; None keeps it constant.
+        total_steps: number of steps over which `lr` decays to 0 along a cosine; None keeps it constant.
     """
 
     def __init__(self, lr: float, total_steps: int | None) -> None:
@@ -39,7 +39,7 @@ class Adam(Movable):
         self._betas = torch.tensor(BETAS, dtype=torch.float64)
 
     def step(self, s: Tensor, gradient: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
-        """z, and the state after it; nothing is changed."""
+        """z and the next state; the arguments are not changed."""
         num_steps = state.num_steps + 1
         first, second = 1 - torch.pow(self._betas, num_steps)
         exp_avg = state.exp_avg.lerp(gradient, 1 - BETAS[0])

@@ -1,8 +1,8 @@
-"""The contract between a training and a policy: `Policy` holds settings, `Learner` the running state.
+"""The contract between a training and a policy: `Policy` has the settings, `Learner` the running state.
 
-A policy says what it needs: a coupling, and losses or gradients to learn from. `start` returns a learner, which draws
-masks, learns, and keeps to the budget. Neither knows a network: masks are flat and losses are numbers. A policy of the
-user's own has the same rights as `Paper` and `EqualWorth`.
+A policy declares what it needs: a coupling, and losses or gradients to learn from. `start` returns a learner, which
+draws masks within the budget and learns. Neither knows the network: masks are flat tensors and losses are numbers. A
+policy of your own has the same rights as `Paper` and `EqualWorth`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ LearnsFrom = Literal["losses", "gradients"]
 
 
 class Policy(Protocol):
-    """Settings of a policy. They do not change, so that one object can serve several trainings."""
+    """Settings of a policy. They do not change, so that one object can be used in several trainings."""
 
     @property
     def coupling(self) -> str:
-        """The coupling ("filter" or "stream") of a training for which the user names none."""
+        """The coupling ("filter" or "stream") of a training, unless the user chooses another one."""
 
     @property
     def learns_from(self) -> LearnsFrom:
-        """ "losses" of the masks of a draw, or "gradients" of every step; those need a `GradientLearner`."""
+        """What to learn from: "losses" of the masks of a draw, or "gradients" of every step (a `GradientLearner`)."""
 
     def start(self, costs: CostTable, budget: Budget, total_steps: int | None) -> Learner:
         """The learner of one training.
@@ -39,7 +39,7 @@ class Policy(Protocol):
         Args:
             costs: of the network.
             budget: `Channels`, `Params` or `Flops`.
-            total_steps: steps of the whole training; None where they are not known.
+            total_steps: number of steps of the whole training; None if it is not known.
 
         Raises:
             BudgetError: no sub-network is within the budget.
@@ -64,15 +64,15 @@ class Learner(Protocol):
 
     @property
     def window(self) -> int:
-        """Steps between two draws, for which a sub-network is kept."""
+        """Number of steps between two draws."""
 
     @property
     def padding(self) -> Padding | None:
-        """Spare capacity for the next draws; None for exact widths, where draws are few."""
+        """Spare capacity for the next draws; None for exact widths, which are better where draws are rare."""
 
     @property
     def num_masks(self) -> int:
-        """Masks per draw, and losses per update. The first mask is trained, the others are references."""
+        """Number of masks per draw, and of losses per update. The first mask is trained, the others are references."""
 
     @property
     def keep_probs(self) -> Tensor:
@@ -96,7 +96,7 @@ class Learner(Protocol):
         """One mask (U,) within the budget that represents the present state; changes nothing."""
 
     def candidates(self, n: int) -> Tensor:
-        """(n, U) masks to choose the final one from, each within the budget; (1, U) where there is one alone."""
+        """(n, U) masks to choose the final one from, each within the budget; (1, U) if there is only one."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers only: safe for `torch.load(weights_only=True)`."""
@@ -121,13 +121,13 @@ class DeviceLearner(Learner, Protocol):
         """Move all state to a device."""
 
     def prepare(self) -> None:
-        """Make the random numbers of the next draw ahead of time; their values do not depend on it."""
+        """Generate the random numbers of the next draw in advance; their values do not depend on it."""
 
     def random_numbers(self) -> Tensor:
         """Numbers for `draw_with`, from the learner's generator: on the CPU, the same for all devices."""
 
     def draw_with(self, numbers: Tensor) -> Tensor:
-        """(num_masks, U) raw masks from `random_numbers` on the learner's device; one tensor, rewritten in place."""
+        """(num_masks, U) raw masks from `random_numbers` on the learner's device; always the same tensor."""
 
     def learn_(self, losses: Tensor, ok: Tensor) -> None:
         """Learn from the losses (num_masks,) of the last draw, in place; change nothing where `ok` is false.
@@ -141,16 +141,19 @@ class GradientLearner(Learner, Protocol):
     """A learner that observes, in every step of the optimizer, the gradient of the loss for each unit."""
 
     def freeze(self, units: Tensor) -> None:
-        """Keep the widths of the groups of these units (U,) bool, whose gradients are not all known.
+        """Keep the widths of the groups of some units, because not all of their gradients are known.
 
         Called before the first draw.
+
+        Args:
+            units: (U,) bool.
         """
 
     def to(self, device: torch.device | str) -> None:
         """Move the state that `observe_` changes to a device."""
 
     def observe_(self, gradients: Tensor) -> None:
-        """Record the gradients of one step, in place, without the host.
+        """Record the gradients of one step, in place, without reading a value on the host.
 
         Args:
             gradients: (U,), of the loss with respect to a gate of 1 at every unit; 0 for absent units.
@@ -158,7 +161,7 @@ class GradientLearner(Learner, Protocol):
 
 
 def check_count(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse a setting that is not a whole number of at least 1.
+    """Raise a ValueError for a setting that is not a whole number of at least 1.
 
     Args:
         optional: whether None is allowed.
@@ -168,14 +171,14 @@ def check_count(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_type(name: str, value: object, wanted: torch.dtype | type) -> None:
-    """Refuse an entry of a state dict of another type.
+    """Check the type of an entry of a state dict.
 
     Args:
-        wanted: of a tensor, its dtype.
+        wanted: for a tensor, its dtype.
 
     Raises:
-        CheckpointError: it is another one.
+        CheckpointError: the entry has another type.
     """
     seen = value.dtype if isinstance(value, Tensor) else type(value)
     if seen != wanted:
-        raise CheckpointError(f"`state` has {name} of type {seen}, and must have {wanted}")
+        raise CheckpointError(f"`state` has {name} of type {seen}; it must be {wanted}")

@@ -1,7 +1,7 @@
-"""Budgets: how much of the dense network may stay, counted in filters, parameters or FLOPs.
+"""Budgets: the largest part of the dense network's filters, parameters or FLOPs that a narrow one may have.
 
-A budget is a fraction and knows no network; `bind` it to a cost table, and it can say what a mask costs, what
-keep-probabilities cost in expectation, and what the limit is.
+A budget is a fraction and knows no network. Bound to a cost table (`bind`), it gives the limit, the cost of a mask, and
+the expected cost of keep-probabilities.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slimstart.policies.expected_cost import ExpectedCost
 class BoundBudget(Movable, ABC):
     """A budget over one network's cost table: limit, cost of a mask, expected cost of keep-probabilities.
 
-    It is made on the CPU; `to` gives one for another device, where `expected` asks for no value and a CUDA graph can
-    hold it.
+    It is made on the CPU; `to` gives one for another device, where `expected` reads no value on the host, so that a
+    CUDA graph can hold it.
 
     Attributes:
         dense: cost of the whole network.
-        minimum: cost of the empty draw, of which the at-least-one rule leaves the first unit of every group.
+        minimum: cost of the empty mask, for which the at-least-one rule keeps the first unit of every group.
         limit: fraction * dense.
         num_units: U.
     """
@@ -39,15 +39,15 @@ class BoundBudget(Movable, ABC):
 
     @abstractmethod
     def cost(self, mask: Tensor) -> int:
-        """What a mask costs, exactly, after the at-least-one rule.
+        """The exact cost of a mask after the at-least-one rule, which is applied here.
 
         Args:
-            mask: bool tensor of shape (U,); raw draws are welcome.
+            mask: bool tensor of shape (U,), such as a raw draw.
         """
 
     @abstractmethod
     def expected(self, s: Tensor) -> Tensor:
-        """The cost that the budget limits, at keep-probabilities s of shape (..., U).
+        """The expected cost of keep-probabilities s of shape (..., U), which the budget limits.
 
         Returns:
             float64 of shape (...), on the budget's device, differentiable.
@@ -66,7 +66,7 @@ class BoundBudget(Movable, ABC):
         self.minimum = self.cost(torch.zeros(num_units, dtype=torch.bool))
         self.limit = budget.fraction * self.dense
         if self.limit < self.minimum:
-            # Rounded up, so that the number in the message works when typed.
+            # Rounded up, so that the number in the message is feasible when the user types it.
             least = min(math.ceil(self.minimum / self.dense * 10_000) / 10_000, 1.0)
             raise BudgetError(
                 f"`{type(budget).__name__}({budget.fraction:g})` allows {self.limit:.6g} of {self.dense} {what}, but "
@@ -83,8 +83,8 @@ class BoundBudget(Movable, ABC):
 class BoundChannels(BoundBudget):
     r"""`Channels` over a cost table: the linear constraint :math:`\sum_u f_u s_u \le K` of the paper.
 
-    `expected` is that sum as it stands, without the at-least-one rule's own filter in a group that comes out empty, so
-    that the projection stays the exact Euclidean one; `cost` of a mask counts what is really there.
+    `expected` is this sum. It does not count the filter that the at-least-one rule keeps in an empty group, so that the
+    constraint is linear and the projection the exact Euclidean one. `cost` of a mask counts it.
     """
 
     def __init__(self, budget: Budget, table: CostTable) -> None:

@@ -1,35 +1,35 @@
 r"""EqualWorth: widths at which the importance of a unit, divided by its cost, is the same in all groups.
 
-A gate :math:`a_u = 1` multiplies everything that other layers read of unit u. Without the unit the loss would be higher
-by about half of the curvature along its gate, and the curvature of a log-likelihood is the mean square of the gradients
-of single examples. For the gradient of a batch it is smaller by a factor, which is the same for all units except for
-the contribution of the mean gradient; and only ratios count. So the backward of every ordinary step gives the
-importance of a unit:
+A gate :math:`a_u = 1` multiplies everything that other layers read from unit u. Without the unit the loss would be
+higher by about half of the curvature along its gate, and the curvature of a log-likelihood is the mean square of the
+gradients of single examples. The mean square of the gradients of batches is smaller by a factor. This factor is the
+same for all units, except for the contribution of the mean gradient, and only ratios are used. So the backward pass of
+every ordinary step gives the importance of a unit:
 
 .. math:: v_u = \mathbb{E}\left[ (\partial L / \partial a_u)^2 \right].
 
-Redundant units replace each other: near the output of a classifier of ten classes there are little more than ten
-independent directions, however wide a group is. Where the gradients of :math:`w_g` units have :math:`r_g` independent
+Redundant units replace each other: near the output of a classifier with ten classes there are little more than ten
+independent directions, however wide a group is. If the gradients of :math:`w_g` units have :math:`r_g` independent
 directions (`participation`), the importance of a unit is multiplied by :math:`r_g / w_g`. With :math:`c_g` the cost of
-one more unit, the widths are best where :math:`d_g = \bar v_g (r_g / w_g) / c_g` is the same for all groups: otherwise
-a unit less in one group would pay for a better one in another. So the update is
+one more unit, the widths are optimal if :math:`d_g = \bar v_g (r_g / w_g) / c_g` is the same for all groups: otherwise
+the cost of a unit in one group would be better spent in another. So the update is
 
 .. math:: x \leftarrow \mathrm{fit}\left( y \right), \qquad
     y_g = x_g + \mathrm{clip} (\eta \log d_g) - \eta p \sum_h A_{gh} (y_g - y_h), \qquad x_g = \log (w_g / w^0_g)
 
-from equal shares :math:`w^0` of all groups, where `fit` shifts all log-widths by one number such that the network fills
-the budget, and `clip` limits the change of one round, so that a few groups of extreme importance do not take everything
-at once.
+starting from the same fraction of all groups, :math:`w^0`. `fit` shifts all log-widths by a common number, such that
+the network fills the budget. `clip` limits the change of one round, so that a few groups of extreme importance do not
+take the whole budget at once.
 
-The last term pulls neighbours together. It is implicit, in the new widths, so that they do not oscillate however strong
-it is: :math:`A_{gh}` is the part of the cost of g that it shares with h. Almost every product of a network is between
-two groups, so twice the units in one and half as many in the other cost the same; and within a window of training the
-importance of a whole group hardly depends on its width. So without a pull nothing determines where to stop: one of two
-neighbours takes all, and the blocks of a residual network vanish next to a wide stream. A change that all neighbours
-share changes the cost, and is free.
+The last term pulls neighbours together; :math:`A_{gh}` is the part of the cost of g that it shares with h. It is
+implicit (in the new widths), so that widths do not oscillate however strong it is. It is needed because almost every
+product of a network is between two groups: twice the units in one and half of them in the other cost the same, and
+within a window of training the importance of a complete group hardly depends on its width. Without the pull, nothing
+determines where to stop: one of two neighbours gets everything, and the blocks of a residual network vanish next to a
+wide stream. A change that all neighbours have in common is not penalised.
 
-Where a group shrinks, its least important units leave; where it grows, stored units return. The rate :math:`\eta` falls
-to zero over a number of rounds, of a window of steps each; then the structure is final.
+Where a group shrinks, its least important units are dropped; where it grows, units from the store are added. The rate
+:math:`\eta` decays to zero over a number of rounds, each a window of steps; then the structure is final.
 
 There is no second network and no random mask, and at every step the network is as large as the budget allows.
 """
@@ -54,11 +54,11 @@ from slimstart.policies.widths import ALIGN, Fit
 
 logger = logging.getLogger(__name__)
 
-SEARCHED = 0.2  # default length of the search, as a share of the training
-WINDOW = 50  # steps of a round where the length of the training is not known
+SEARCHED = 0.2  # default length of the search, as a fraction of the training
+WINDOW = 50  # steps of a round if the length of the training is not known
 MOST = 0.35  # largest change of a log-width by importance in one round, before neighbours are pulled together
-SEEN = 100  # gradients that are kept: the last of a window
-FEWEST = 8  # gradients from which redundancy is estimated; with fewer it is mostly noise
+SEEN = 100  # number of gradients that are kept: the last ones of a window
+FEWEST = 8  # smallest number of gradients from which redundancy is estimated; with fewer it is mostly noise
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class EqualWorth:
     """Settings of the policy that learns widths from the gradients of ordinary steps.
 
     Args:
-        rounds: structure updates of a search, at most.
+        rounds: largest number of structure updates.
         rate: of the first round.
-        pull: strength with which the shares of neighbouring groups are pulled together.
+        pull: strength with which the fractions of neighbouring groups are pulled together.
         align: widths of large groups are multiples of this, because GPUs are slow at others.
-        resample_every: steps of a round; by default such that `rounds` of them are the search, or 50 where its length
-            is not known.
+        resample_every: number of steps of a round; by default such that `rounds` of them are the search, or 50 if its
+            length is not known.
         search_steps: length of the search; by default a fifth of the training.
 
     Raises:
@@ -94,9 +94,9 @@ class EqualWorth:
         check_count("resample_every", self.resample_every, optional=True)
         check_count("search_steps", self.search_steps, optional=True)
         if not 0 < self.rate <= 1:
-            raise ValueError(f"`rate` is {self.rate}; it must be in (0, 1]")
+            raise ValueError(f"`rate` is {self.rate}; it must be in (0, 1] (the default: 0.5)")
         if not 0 <= self.pull < math.inf:
-            raise ValueError(f"`pull` is {self.pull}; it must be finite, and at least 0")
+            raise ValueError(f"`pull` is {self.pull}; it must be finite and at least 0, which means no pull")
 
     def start(self, costs: CostTable, budget: Budget, total_steps: int | None = None) -> EqualWorthSearch:
         return EqualWorthSearch(self, costs, budget, total_steps)
@@ -112,8 +112,8 @@ class EqualWorthSearch:
         total_steps: steps of the whole training, if known.
 
     Attributes:
-        rounds: structure updates of this search, from the settings and its length.
-        num_rounds: structure updates so far.
+        rounds: number of structure updates of this search.
+        num_rounds: number of structure updates so far.
     """
 
     num_masks = 1
@@ -134,7 +134,8 @@ class EqualWorthSearch:
         self._neighbours = neighbours(self.budget, self._group, self._equal_shares.exp() / self._sizes)
         self.num_rounds, self._begun = 0, False
         self._frozen = torch.zeros(len(self._sizes), dtype=torch.bool)
-        # Sums of squares since the last draw, and behind them how many: one addition, which an interrupt cannot split.
+        # Sums of squared gradients since the last draw, and their number as the last entry: in one tensor, so that one
+        # addition updates both, which an interrupt cannot split.
         self._observed = torch.zeros(costs.num_units + 1, dtype=torch.float64)
         self._seen = torch.zeros(SEEN, costs.num_units)  # the last gradients, as a ring buffer
         self._mask = self._wide(-torch.arange(costs.num_units).double())
@@ -174,7 +175,7 @@ class EqualWorthSearch:
     @torch.no_grad()
     def observe_(self, gradients: Tensor) -> None:
         gradients = gradients.detach().float()
-        ok = torch.isfinite(gradients).all()  # a bad step is ignored
+        ok = torch.isfinite(gradients).all()  # a step that is not finite is ignored, without a branch on the host
         place = (self._count.long() % SEEN).view(1)
         self._seen.index_copy_(0, place, torch.where(ok, gradients, self._seen.index_select(0, place)[0])[None])
         more = torch.cat([gradients.double().square(), torch.ones_like(self._observed[-1:])])
@@ -185,6 +186,7 @@ class EqualWorthSearch:
             if float(self._count):
                 importance = (self._sums / self._count).cpu()
                 self._learn(importance)
+                # Units of the network by importance, then stored ones, whose importance is unknown, in their order.
                 self._mask = self._wide(torch.where(self._mask, importance, -1 - torch.arange(len(importance))))
             elif not bool(self._frozen.all()):  # otherwise a warning was given at the start
                 logger.warning(
@@ -206,7 +208,7 @@ class EqualWorthSearch:
         if not bool(known.any()):
             return
         drive = torch.where(known, (mean / each).log(), 0.0)
-        # Relative to the median of the cost, so that a few groups of no importance do not move the others.
+        # Relative to the median, weighted by cost, so that a few unimportant groups do not move all others.
         drive = torch.where(known, drive - _median(drive[known], (each * widths)[known]), 0.0)
         rate = self.settings.rate * (1 - self.num_rounds / self.rounds)
         self._log_widths = self._fit(self._moved(drive, rate, known), ~known)
@@ -218,12 +220,14 @@ class EqualWorthSearch:
     def _pulled(self, wanted: Tensor, rate: float, known: Tensor) -> Tensor:
         """Solve x = w - rate * pull * (distance of x from its neighbours) for log-widths x, with w the wanted ones.
 
-        Groups of unknown importance keep their widths, and their neighbours are pulled towards them.
+        Distances are those of fractions, log (w / w^0). In matrix form (I + rate * pull * L) x = w, with L the graph
+        Laplacian of the groups. Rows of groups whose importance is unknown are those of the identity: they keep their
+        widths, and their neighbours are pulled towards them.
         """
         apart = torch.diag(self._neighbours.sum(1)) - self._neighbours
         system = torch.eye(len(wanted)).double() + rate * self.settings.pull * known.double()[:, None] * apart
-        gone: Tensor = torch.linalg.solve(system, wanted - self._equal_shares)
-        return self._equal_shares + gone
+        moved: Tensor = torch.linalg.solve(system, wanted - self._equal_shares)
+        return self._equal_shares + moved
 
     def _num_different(self) -> Tensor:
         """(G,): number of independent directions of the gradients of each group."""
@@ -233,7 +237,7 @@ class EqualWorthSearch:
         return torch.stack([participation(seen[:, self._mask & (self._group == g)]) for g in groups])
 
     def _mean_cost(self) -> Tensor:
-        """(G,): cost of one more unit of each group, or of its units where all are present."""
+        """(G,): mean cost of the absent units of each group, or of all its units if none is absent."""
         costs, absent = self.budget.gradient(self.keep_probs), (~self._mask).double()
         some = self._totals(absent)
         return torch.where(
@@ -246,7 +250,7 @@ class EqualWorthSearch:
         return torch.zeros(len(self._sizes), dtype=torch.float64).index_add(0, self._group, values)
 
     def _wide(self, preference: Tensor) -> Tensor:
-        """The mask of the present widths, with the units of every group that come first by preference (U,)."""
+        """The mask of the present widths, with the units of every group that have the highest preference (U,)."""
         return self._fit.mask(self._log_widths, self.align, places(preference, self._group))
 
     def update(self, losses: Tensor) -> None:
@@ -295,7 +299,7 @@ class EqualWorthSearch:
             check_type(name, state[name], kind)
         self._log_widths, self._mask = state["log_widths"].clone(), state["mask"].clone()
         self.num_rounds, self._begun = int(state["num_rounds"]), bool(state["begun"])
-        # In place: a captured graph goes on with these tensors.
+        # In place: captured CUDA graphs use these tensors.
         self._sums.copy_(state["sums"])
         self._seen[: len(state["seen"])].copy_(state["seen"])
         self._count.fill_(state["count"])
@@ -327,18 +331,20 @@ def participation(samples: Tensor) -> Tensor:
 
 
 def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
-    """(G, G): the part of the cost of a group that it shares with each other group; rows sum to 1 at most.
+    """(G, G): the part of the cost of each group that it shares with each other group; rows sum to at most 1.
 
     Args:
-        group: (U,) of the units.
-        shares: (G,), present units of each group, as a fraction.
+        budget: with the costs.
+        group: (U,) int64, the group of each unit.
+        shares: (G,), the fraction of units of each group that are present.
     """
 
     def costs(shares: Tensor) -> Tensor:
         each = budget.gradient(shares[group])
         return torch.zeros_like(shares).index_add(0, group, each)
 
-    # Costs are products of widths, so a difference is a derivative, but for a group with itself.
+    # Costs are products of the widths of two groups, linear in each, so a finite difference is the exact derivative; a
+    # group with itself is the exception, and is not needed.
     alone, step = costs(shares), 0.1
     wider = [costs(shares * (1 + step * (torch.arange(len(shares)) == h))) for h in range(len(shares))]
     shared = ((torch.stack(wider, 1) - alone[:, None]) / step).fill_diagonal_(0).clamp(min=0)

@@ -30,7 +30,7 @@ def score(mask: Tensor, s: Tensor, alpha: float) -> Tensor:
     .. math:: h = H^\alpha(s) \nabla_s \ln p(m|s) = (m - s) \, (s (1 - s))^{\alpha - 1}, \qquad
               H^\alpha(s) = \mathrm{diag}(s \circ (1 - s))^\alpha.
 
-    With alpha = 0 there is no preconditioner. Where s is 0 or 1 the draw is certain and tells nothing: h is 0 there, so
+    With alpha = 0 there is no preconditioner. Where s is 0 or 1, the draw is certain and h is defined as 0, so that
     every entry is finite.
 
     Args:
@@ -44,7 +44,7 @@ def score(mask: Tensor, s: Tensor, alpha: float) -> Tensor:
     variance = s * (1 - s)
     # The clamp is for s below the smallest normal number, whose inverse is infinite.
     power = variance.clamp(min=torch.finfo(s.dtype).tiny) ** (alpha - 1)
-    return torch.where(variance > 0, torch.add(mask, s, alpha=-1) * power, 0.0)  # `-` would refuse a bool mask
+    return torch.where(variance > 0, torch.add(mask, s, alpha=-1) * power, 0.0)  # `mask - s` fails for a bool mask
 
 
 def pge(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
@@ -113,12 +113,12 @@ class Estimator:
     """A gradient estimator and the number of masks it needs.
 
     Attributes:
-        name: what errors and records call it.
+        name: for errors and records.
         num_masks: forwards per step; the first mask is the trained one.
         gradient: (losses (n,), masks (n, U), s (U,), alpha) -> gradient (U,).
-        centred: whether a constant added to all scores changes nothing in expectation: losses are compared.
-        capturable: whether `gradient` does without the host, so that a CUDA graph can hold it: shapes are fixed, and no
-            value is asked for.
+        centred: whether losses of several masks are compared, so that a constant added to all scores does not change
+            the expectation.
+        capturable: whether a CUDA graph can hold `gradient`: shapes are fixed, and no value is read on the host.
     """
 
     name: str
@@ -159,7 +159,7 @@ def get_estimator(estimator: str | Estimator) -> Estimator:
 
 
 def _check(name: str, losses: Tensor, masks: Tensor, s: Tensor, fewest: int, most: int | None) -> None:
-    """Refuse shapes that broadcasting would accept with a wrong meaning."""
+    """Raise a ValueError for shapes that broadcasting would accept with a wrong meaning."""
     n = losses.numel()
     if losses.dim() != 1 or n < fewest or (most is not None and n > most):
         rule = f"{fewest}" if most == fewest else f"{fewest} or more"

@@ -44,14 +44,14 @@ class ExpectedCost(Movable):
         self.num_units = table.num_units
         used = sorted({index for term in polynomial.terms for index in term.factors})
         slot = {index: position for position, index in enumerate(used)}
-        # A term with one factor gets a second that is always 1, in the last place, and the constant gets two, so that
-        # all terms look alike.
+        # A last factor that is always 1: terms with one factor are multiplied by it, and the constant is a term with
+        # twice this factor, so that all terms have two.
         terms = [_padded(tuple(slot[index] for index in term.factors), len(used)) for term in polynomial.terms]
         self._terms = [*terms, (len(used), len(used))]
         self._coefficients = [*(term.coefficient for term in polynomial.terms), polynomial.constant]
         offsets = [*(table.factors[index].offset for index in used), 1]
 
-        # Events are numbered anew, those that are used only; `owner` says to which factor an entry belongs.
+        # Only events that are used get a number; `owner` is the factor to which an entry belongs.
         sizes = torch.tensor([table.factors[index].events.numel() for index in used], dtype=torch.int64)
         owner = torch.repeat_interleave(torch.arange(len(used)), sizes)
         empty = torch.zeros(0, dtype=torch.int64)
@@ -84,9 +84,9 @@ class ExpectedCost(Movable):
         return value
 
     def of_mask(self, mask: Tensor) -> int:
-        """The cost of one mask, exactly; the at-least-one rule is applied to it."""
-        # At s in {0, 1} every probability is exactly 0 or 1 and the counts are whole numbers. Their products may pass
-        # 2^53, where float64 skips integers, so these are Python's.
+        """The exact cost of one mask, to which the at-least-one rule is applied."""
+        # For s in {0, 1} every probability is exactly 0 or 1 and the counts are whole numbers. Their products may be
+        # larger than 2^53, above which float64 does not have all integers, so they are computed as Python's.
         counts = [int(count) for count in self._counts(self._dropped(mask.double())).round().tolist()]
         return sum(a * counts[l] * counts[r] for a, (l, r) in zip(self._coefficients, self._terms, strict=True))
 
@@ -94,8 +94,9 @@ class ExpectedCost(Movable):
 class _Counts(Movable):
     r"""E[n_f] of every factor, as :math:`(o_f + \sum_e w_e) \cdot 1 - \sum_e w_e P(e)`.
 
-    Sums of P(e) over at most `CHUNK` events of one factor and weight, and then a small matrix. A GPU does that in three
-    kernels, and in the same order every time; adding up by index, it does not.
+    P(e) is summed over at most `CHUNK` events of one factor and weight at a time, and the sums are multiplied with a
+    small matrix. On a GPU that is three kernels, and the order of additions is always the same, which it is not in
+    `index_add`.
     """
 
     def __init__(self, owner: Tensor, position: Tensor, weights: Tensor, offsets: list[int], p: DropProbabilities):
@@ -153,7 +154,7 @@ class _DependentPairs:
         l_first, r_first = groups.is_first[l_unit], groups.is_first[r_unit]
         touched = torch.zeros(groups.size.numel(), dtype=torch.bool)
         touched[l_group] = True
-        if not bool(touched[r_group].any()):  # as in most terms, and much quicker to say
+        if not bool(touched[r_group].any()):  # true for most terms, and much faster than the joins
             return left[:0], right[:0]
         pairs = []
         for l_keep, r_keep, l_key, r_key in (
@@ -207,8 +208,8 @@ class DropProbabilities(Movable):
         has_first = torch.zeros(key.numel(), dtype=torch.bool)
         has_first[block[groups.is_first[sets.member]]] = True
 
-        # Products of q: the blocks {first unit of g}, one for each group (most networks have no others); the blocks of
-        # several units; and the whole groups.
+        # Products of q, in this order: the blocks {first unit of g}, one for each group (most networks have no others);
+        # the blocks of several units; and complete groups.
         several = has_first & (count > 1)
         number = torch.cumsum(several, 0) - 1 + num_groups
         num_blocks = num_groups + int(several.sum())

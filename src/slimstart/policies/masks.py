@@ -31,8 +31,8 @@ TRIES = 4
 def sample(keep_probs: Tensor, num_masks: int, generator: torch.Generator | None = None) -> Tensor:
     r"""Draw independent masks :math:`m_k \sim p(m|s)`.
 
-    The draw is raw: a group of units may come out empty. Keeping one unit of it all the same is part of the loss (and
-    of the cost), not of the draw, so that the score below is the draw's own.
+    The draw is raw: all units of a group may be dropped. That one of them is kept nevertheless is part of the loss and
+    of the cost, not of the draw, so that `score` is the score of the draw.
 
     Args:
         keep_probs: s, of shape (U,).
@@ -65,25 +65,29 @@ class Cap(Movable):
         self._zeros = torch.zeros(labels.numel(), dtype=torch.float64)
 
     def of(self, s: Tensor) -> Tensor:
-        """(num_groups,) float64: the most units that a draw should keep of each group."""
+        """(num_groups,) float64: the largest number of units of each group that a draw should keep."""
         mean = self._zeros.index_add(0, self._group, s)
         variance = self._zeros.index_add(0, self._group, s * (1 - s))
         return torch.floor(mean + SPREAD * variance.clamp(min=0).sqrt() + 1e-9)  # whole means may have rounded down
 
     def first_within(self, tries: Tensor, s: Tensor) -> Tensor:
-        """Of several independent draws (TRIES, n, U) the first within the cap, group by group; else the last: (n, U).
+        """(n, U): for each group the first of several independent draws that is within the cap, or else the last.
 
-        No value is asked for, so a CUDA graph can hold it.
+        No value is read on the host, so a CUDA graph can hold it.
+
+        Args:
+            tries: draws (TRIES, n, U).
+            s: keep-probabilities (U,).
         """
         counts = torch.zeros(*tries.shape[:-1], self._zeros.numel(), dtype=torch.float64, device=s.device)
         within = counts.index_add_(-1, self._group, tries.double()) <= self.of(s)
         within[-1] = True
-        chosen = within.byte().argmax(0)  # the first of equals
+        chosen = within.byte().argmax(0)  # `argmax` returns the first of equal values
         return tries.gather(0, chosen.index_select(-1, self._group)[None]).squeeze(0)
 
 
 def ranked(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Units (U,) group by group, each by falling score, among equals the first first; and the place of each of them."""
+    """Units (U,) sorted by group, then by falling score, then by number; and the rank of each within its group."""
     falling = torch.argsort(scores, descending=True, stable=True)
     order = falling[torch.argsort(group[falling], stable=True)]
     sizes = torch.bincount(group)
@@ -91,15 +95,15 @@ def ranked(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def places(scores: Tensor, group: Tensor) -> Tensor:
-    """(U,) int64: each unit's place in its group, 0 for the highest score; among equals the first comes first."""
+    """(U,) int64: the rank of each unit within its group, 0 for the highest score; equal scores in order of units."""
     order, place = ranked(scores, group)
     return torch.empty_like(order).scatter_(0, order, place)
 
 
 def most_probable(s: Tensor, groups: Tensor) -> Tensor:
-    """The most probable of the masks that keep, in every group, the expected number of units, and at least one.
+    """The most probable mask among those that keep the expected number of units of every group, and at least one.
 
-    (The most probable mask of all would be empty wherever s < 1/2, as it is at the start of most searches.)
+    (The most probable of all masks is empty where s < 1/2, as it is at the start of most searches.)
 
     Args:
         s: keep-probabilities (U,), on the CPU.
@@ -111,7 +115,9 @@ def most_probable(s: Tensor, groups: Tensor) -> Tensor:
 
 
 def cut(mask: Tensor, s: Tensor, table: CostTable, budget: BoundBudget) -> Tensor:
-    """The mask with as few of its least probable units removed as the budget asks, after the at-least-one rule.
+    """A mask within the budget: as many of its least probable units as necessary are dropped.
+
+    The at-least-one rule is applied.
 
     Args:
         mask: a draw (U,), on the CPU.
@@ -124,8 +130,9 @@ def cut(mask: Tensor, s: Tensor, table: CostTable, budget: BoundBudget) -> Tenso
     groups = table.unit_group.cpu()[kept]
     order, rank = ranked(s[kept], groups)
     relative = rank / torch.bincount(groups)[groups[order]]
-    # Each group's best unit goes last (the at-least-one rule would put a worse one in its place). Among equals the
-    # last of a group goes first, counted in parts of the group, so that equal s make equally narrow layers.
+    # The unit of a group with the highest s is dropped last (the at-least-one rule would keep a worse one instead).
+    # Among equals, the last of a group is dropped first, where rank counts as a fraction of the group, so that equal s
+    # give equally narrow layers.
     last_first = torch.argsort(relative, descending=True, stable=True)
     by_s = torch.argsort(s[kept[order[last_first]]], stable=True)
     removal = last_first[by_s]

@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""The policies that have a name, and checks of a policy that the user passes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def get_policy(policy: str | Policy) -> Policy:
     """The policy of that name (a key of `POLICIES`), or the given object.
 
     Raises:
-        ValueError: no policy has this name, or the object declares something unknown.
-        TypeError: the object is no `Policy`.
+        ValueError: no policy has this name, or `learns_from` of the object is unknown.
+        TypeError: the object is not a `Policy`.
     """
     names = ", ".join(map(repr, POLICIES))
     if isinstance(policy, str):
@@ -27,7 +27,7 @@ def get_policy(policy: str | Policy) -> Policy:
             raise ValueError(f"`policy` is {policy!r}; it must be one of {names}, or an object such as Paper(seed=1)")
         return POLICIES[policy]
     if inspect.isclass(policy):
-        raise TypeError(f"`policy` is the class {policy.__name__}; it must be an object: call the class")
+        raise TypeError(f"`policy` is the class {policy.__name__}; it must be an object, such as {policy.__name__}()")
     if missing := [name for name in ("coupling", "learns_from", "start") if not hasattr(policy, name)]:
         raise TypeError(
             f"`policy` is {policy!r}, without {', '.join(missing)}; it must be one of {names}, or an object with "

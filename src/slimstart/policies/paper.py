@@ -25,7 +25,7 @@ from slimstart.policies.masks import SPREAD, TRIES, Cap, cut, most_probable, sam
 from slimstart.policies.projection import Multisection, project, uniform_start
 
 SAMPLINGS = ("bernoulli", "capped")
-UNCAPPED_SPREAD = 4.0  # standard deviations above its mean that a width hardly ever reaches without a cap
+UNCAPPED_SPREAD = 4.0  # spare capacity in standard deviations, which a width without a cap hardly ever exceeds
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Paper:
         alpha: exponent of the preconditioner H, in [0, 1].
         structure_lr: Adam's learning rate for s.
         sampling: "bernoulli" (the paper), or "capped": a group with many more units than expected is drawn again, so
-            that networks need less spare capacity (`capping`). By default "capped" for estimators that compare losses,
-            and "bernoulli" for others, which it would bias.
-        resample_every: steps for which a sub-network is kept. Only the first of them updates s: after it the weights
-            have been trained for this mask, and the losses no longer compare.
-        align: capacity of narrow layers is a multiple of this many units, so that shapes survive a draw. 1: exact
+            that networks need less spare capacity (`masks.py`). By default "capped" for estimators that compare losses,
+            and "bernoulli" for others, for which "capped" would be biased.
+        resample_every: number of steps for which a sub-network is kept. Only the first of them updates s: after it the
+            weights have been trained for this mask, so its loss is not comparable with the reference's.
+        align: the capacity of narrow layers is a multiple of this many units, so that shapes survive a draw. 1: exact
             widths. None: 8 in CUDA graphs, 1 otherwise.
         seed: of the masks.
-        search_steps: steps over which `structure_lr` falls to 0 along a cosine; by default those of the whole training.
-            Without either it is constant.
+        search_steps: number of steps over which `structure_lr` decays to 0 along a cosine; by default those of the
+            whole training. If neither is known, it is constant.
 
     Raises:
         ValueError: a setting is out of range.
@@ -90,10 +90,10 @@ class Paper:
 class PaperSearch:
     """Learner of `Paper`: independent keep-probabilities, a policy gradient, Adam, and the projection on the budget.
 
-    Where s reaches 0 or 1 its score is 0, and only Adam's momentum or the projection moves it again.
+    Where s is 0 or 1 its score is 0, and only Adam's momentum or the projection changes it again.
 
-    It is a `DeviceLearner`, made on the CPU. There `update` projects to 1e-10 of the limit, in as many iterations as
-    needed (`project`); on other devices, and in `learn_` everywhere, to about 1e-7 in a fixed number (`Multisection`).
+    It is a `DeviceLearner`, made on the CPU. There `update` projects to within 1e-10 of the limit in as many iterations
+    as needed (`project`); on other devices, and in `learn_` on all, to about 1e-7 in a fixed number (`Multisection`).
     """
 
     is_done = False
@@ -117,8 +117,9 @@ class PaperSearch:
         )
         self._masks = torch.zeros(self.num_masks, costs.num_units, dtype=torch.bool)
         self._cap = Cap(costs.unit_group) if capped else None
-        self._pending = False  # masks are drawn and not learned from
-        self._ahead: tuple[Tensor, Tensor] | None = None  # numbers of the next draw, and the generator before them
+        self._pending = False  # whether `update` may be called for the masks
+        # Random numbers of the next draw if they were generated in advance, and the state of the generator before.
+        self._ahead: tuple[Tensor, Tensor] | None = None
 
     @property
     def keep_probs(self) -> Tensor:
@@ -162,7 +163,7 @@ class PaperSearch:
         return uniform_numbers(math.prod(tries), num_units, self._generator).view(self.numbers_shape)
 
     def _rewind(self) -> None:
-        """Discard numbers that were prepared and not used, and restore the generator."""
+        """Discard random numbers that were generated in advance, and restore the generator."""
         if self._ahead is not None:
             self._generator.set_state(self._ahead[1])
             self._ahead = None
@@ -182,16 +183,19 @@ class PaperSearch:
         """Learn from the losses (num_masks,) of the last draw, once per draw.
 
         Raises:
-            RuntimeError: there was no draw since the last update. Masks whose weights have been trained since give a
-                biased gradient.
-            ValueError: a loss is NaN or infinite, or there are too few or too many; nothing has changed then.
+            RuntimeError: there was no draw since the last update. With weights that were trained for one of the masks
+                since, the gradient would be biased.
+            ValueError: a loss is NaN or infinite, or their number is wrong; nothing is changed then.
         """
         if not self._pending:
             raise RuntimeError("`update` needs a new draw; call `draw` before it")
         self._check_losses(losses)
         losses = losses.detach().cpu().double()
         if not bool(torch.isfinite(losses).all()):
-            raise ValueError(f"`losses` is {losses.tolist()}; all must be finite. Keep-probabilities are unchanged")
+            raise ValueError(
+                f"`losses` is {losses.tolist()}; all must be finite. Keep-probabilities are unchanged; draw again to "
+                "continue"
+            )
         device = self._s.device
         fixed = device.type != "cpu" and self.capturable
         self._learn_(
@@ -203,8 +207,8 @@ class PaperSearch:
     def learn_(self, losses: Tensor, ok: Tensor) -> None:
         if not self.capturable:
             raise RuntimeError(
-                f"`learn_` needs the host for the estimator {self.estimator.name!r}; check `capturable` first, and "
-                "call `update`"
+                f"`learn_` needs an estimator without operations on the host, which {self.estimator.name!r} is not; "
+                "where `capturable` is false, call `update`"
             )
         self._check_losses(losses)
         self._learn_(losses, ok, self._multisection)
@@ -225,7 +229,7 @@ class PaperSearch:
             )
 
     def best_guess(self) -> Tensor:
-        """The most probable of the masks that keep, in every group, the expected number of units; cut to the budget."""
+        """The most probable mask that keeps the expected number of units of every group, cut to the budget."""
         s = self.keep_probs
         return cut(most_probable(s, self._costs.unit_group.cpu()), s, self._costs, self.budget)
 
@@ -270,10 +274,10 @@ class PaperSearch:
         if masks is not None:
             check_type("masks", masks, torch.bool)
         check_type("num_updates", state["num_updates"], int)
-        s = project(keep_probs, self.budget)  # it may come from a search under a larger budget
+        s = project(keep_probs, self.budget)  # the state may be that of a search with a larger budget
         self._ahead = None
         self._generator.set_state(state["generator"].cpu())
-        # In place: a captured graph goes on with these tensors.
+        # In place: captured CUDA graphs use these tensors.
         self._s.copy_(s)
         self._moments.exp_avg.copy_(adam["exp_avg"])
         self._moments.exp_avg_sq.copy_(adam["exp_avg_sq"])

@@ -1,6 +1,6 @@
-"""Widths that fill a budget: log-widths shifted by one number until they do, and whole widths that a GPU is fast with.
+"""Widths that fill a budget: log-widths shifted by a common number, and their rounding to widths that are fast on GPUs.
 
-Everything that has widths rounds them here: the search of `EqualWorth`, its start, and the uniform network by hand.
+All widths are rounded here: those of `EqualWorth`, its start, and those of uniform networks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from slimstart.policies.budgets import BoundBudget
 from slimstart.policies.masks import places
 
 ALIGN = 8  # default; GPUs are slow at widths that are not multiples of it
-FILLED = 0.99  # share of a budget that is enough
-SMALL = 8  # groups of fewer units than this many times `align` have any width: multiples would be too far apart
+FILLED = 0.99  # fraction of the budget from which on widths are not increased unit by unit
+SMALL = 8  # groups of fewer than SMALL * align units can have any width: multiples would be too far apart
 
 
 class Fit:
@@ -39,20 +39,21 @@ class Fit:
         self.group = torch.unique(costs.unit_group.cpu(), return_inverse=True)[1]
         self.sizes = torch.bincount(self.group)
         self._rank = places(torch.zeros(costs.num_units), self.group)
-        self._reach = 2 * math.log(max(2, int(self.sizes.max()))) + 1  # from one unit each to all of them
+        # Shifting log-widths by this much gives one unit in every group, or all units.
+        self._reach = 2 * math.log(max(2, int(self.sizes.max()))) + 1
         self._points = torch.linspace(0, 1, self.POINTS, dtype=torch.float64)
 
     def masks(self, widths: Tensor, rank: Tensor | None = None) -> Tensor:
-        """(..., U): the first units of every group, for widths (..., G); at least one.
+        """(..., U): masks of the first units of every group, for widths (..., G); at least one unit.
 
         Args:
-            rank: (U,), the place of each unit within its group; by default their order.
+            rank: (U,), the rank of each unit within its group; by default their order.
         """
         rank = self._rank if rank is None else rank
         return rank < widths.round().clamp(min=1)[..., self.group]
 
     def mask(self, log_widths: Tensor, align: int = 1, rank: Tensor | None = None) -> Tensor:
-        """(U,): the mask of `whole` widths near the given ones, (G,); `rank` as for `masks`."""
+        """(U,): the mask of rounded widths (`whole`) for log-widths (G,); `rank` as for `masks`."""
 
         def cost(widths: Tensor) -> float:
             return self._budget.cost(self.masks(widths, rank))
@@ -60,25 +61,27 @@ class Fit:
         return self.masks(whole(log_widths.exp(), self.sizes, align, cost, self._budget.limit), rank)
 
     def shares(self, profile: Tensor | None = None) -> Tensor:
-        """(G,): log-widths of the largest share within the budget, equal for all groups or in proportion to a profile.
+        """(G,): log-widths of the largest fraction within the budget, equal for all groups or following a profile.
 
         Args:
             profile: (G,) positive numbers.
         """
         wanted = self.sizes.double().log()
-        if profile is not None:  # within reach, whatever the profile
+        if profile is not None:  # the clamp is for profiles that no shift could bring within the sizes
             wanted = (wanted + (profile / profile.max()).log()).clamp(min=-self._reach / 2)
         return self(wanted)
 
     def __call__(self, log_widths: Tensor, frozen: Tensor | None = None) -> Tensor:
-        """The same log-widths (G,), shifted by one number, so that their network fills the budget.
+        """Log-widths (G,) shifted by a common number, so that their network fills the budget.
 
         Args:
             frozen: (G,) bool, groups that are not shifted; they must fit with the others at one unit.
         """
         shifted = 1.0 if frozen is None else (~frozen).double()
         low, span = torch.tensor(-self._reach, dtype=torch.float64), 2 * self._reach
-        for _ in range(self.ROUNDS):  # the first point fits, as it did before: widths of at most one unit do
+        # Each round evaluates POINTS shifts at once and continues between the last that fits and the next. The first
+        # point of a round always fits: at first because all widths are 1, then because it did in the round before.
+        for _ in range(self.ROUNDS):
             tried = low + span * self._points
             widths = self._within(log_widths + tried[:, None] * shifted).exp()
             fits = (self._budget.expected(self.masks(widths)) <= self._budget.limit).long()
@@ -90,7 +93,7 @@ class Fit:
 
 
 def steps(sizes: Tensor, align: int) -> Tensor:
-    """(G,): steps in which groups of these sizes grow: `align`, twice that for the largest, one unit for small ones."""
+    """(G,): granularity of widths by size of the group: `align`, twice `align` for the largest, 1 for small ones."""
     if align == 1:
         return torch.ones_like(sizes)
     large = torch.where(sizes >= 32 * align, 2 * align, align)
@@ -98,31 +101,32 @@ def steps(sizes: Tensor, align: int) -> Tensor:
 
 
 def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], float], limit: float) -> Tensor:
-    """Whole widths near the wanted ones that fill the budget: multiples of `steps`, or of `align` where few are wanted.
+    """Whole widths near the wanted ones that fill the budget: multiples of `steps`, or of `align` for small widths.
 
-    No group gets more than a step, or a quarter, above its wanted width. Where that leaves too much of the budget, as
-    in networks of few groups, some widths are between two steps.
+    No width exceeds the wanted one by more than a step or a quarter, whichever is larger. If the budget is not filled
+    then, as in networks of few groups, some widths are not multiples.
 
     Args:
         wanted: (G,) float64.
         sizes: (G,) int64, the largest possible widths.
         align: see `steps`.
-        cost: of widths (G,) int64.
+        cost: the cost of widths (G,) int64.
         limit: of the cost; one unit per group costs less.
     """
     step = steps(sizes, align)
-    step = torch.where((step > align) & (wanted < SMALL * align), align, step)  # fine where few are wanted
+    step = torch.where((step > align) & (wanted < SMALL * align), align, step)
     if align > 1 and cost(torch.minimum(step, sizes)) > limit:
         return whole(wanted, sizes, 1, cost, limit)
     least = torch.minimum(step, sizes)
     most = torch.minimum(torch.maximum(wanted + step, 1.25 * wanted).floor().long(), sizes)
     widths = torch.minimum((wanted / step).round().long().clamp(min=1) * step, sizes)
     numbers = torch.arange(len(step))
-    while cost(widths) > limit:  # take away where most was given, for what was wanted
+    while cost(widths) > limit:  # decrease the width that is largest relative to the wanted one
         given = torch.where(widths > least, widths / wanted, 0.0)
         widths = torch.maximum(widths - step * (numbers == int(given.argmax())), least)
 
     def widen(group: int, by: Tensor) -> bool:
+        """Increase a width, if the budget and its limit allow."""
         nonlocal widths
         wider = torch.minimum(widths + by * (numbers == group), sizes)
         if not int(widths[group]) < int(wider[group]) <= int(most[group]) or cost(wider) > limit:
@@ -131,15 +135,16 @@ def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], fl
         return True
 
     def by_need() -> list[int]:
+        """Groups in order of their width relative to the wanted one."""
         return list(torch.argsort(widths / wanted, stable=True).tolist())
 
     grows = True
-    while grows:  # give out what is left, first where most is missing
+    while grows:  # spend the rest of the budget
         grows = False
         for group in by_need():
             grows |= widen(group, step)
     needy = by_need()
-    while needy and cost(widths) < FILLED * limit:  # unit by unit, one group after the other
+    while needy and cost(widths) < FILLED * limit:  # then unit by unit, one group after the other
         if not widen(needy[0], torch.ones_like(step)):
             del needy[0]
     return widths
