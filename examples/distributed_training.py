@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--save", help="file for checkpoints")
     options = parser.parse_args(arguments)
 
-    with joined() as ranks:
+    with joined() as group:
         torch.manual_seed(0)
         device = torch.device(own_device())
-        share = data.Share(ranks.rank, ranks.size)
+        share = data.Share(group.rank, group.size)
         images = data.load("fashion", batch_size=options.batch_size, device=device, share=share)
         model = models.build("small", num_classes=10, in_channels=1, width=options.width).to(device)
         model = synchronise_batch_norm(model)  # leave it out, and each process normalises its own part
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
             budget=slimstart.Flops(options.budget),
             total_steps=options.epochs * len(images.train),
         )
-        net = data_parallel(model) if ranks.size > 1 else model  # or any DistributedDataParallel, before or after
+        net = data_parallel(model) if group.size > 1 else model  # or any DistributedDataParallel, before or after
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(images.train))
         for epoch in range(options.epochs):
             for inputs, labels in images.train.epoch(epoch):
@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
                 loss.backward()
                 optimizer.step()  # the structure is learned, and changed, in here: in all processes alike
                 schedule.step()
-            loss = ranks.total(loss) / ranks.size
-            if ranks.rank == 0:
+            loss = group.total(loss) / group.size
+            if group.rank == 0:
                 sent = sparse.gradient_bytes / sparse.dense_gradient_bytes
                 print(f"epoch {epoch + 1}: loss {loss:.3f}, gradients are {100 * sent:.0f}% of the dense ones")
                 if options.save:
@@ -60,8 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
         model = sparse.finish().eval()  # by all of them
         with torch.inference_mode():
             hits = sum((model(x).argmax(1) == y).sum() for x, y in images.test.epoch(0) if len(y))
-        accuracy = 100 * float(ranks.total(torch.as_tensor(hits))) / images.test.num_images
-        if ranks.rank == 0:
+        accuracy = 100 * float(group.total(torch.as_tensor(hits))) / images.test.num_images
+        if group.rank == 0:
             print(f"finished: {accuracy:.2f} %")
 
 
