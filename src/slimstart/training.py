@@ -41,13 +41,13 @@ from slimstart.narrow.optimizer_state import held_by, unwrapped
 from slimstart.narrow.state_dicts import ModelState, PartialLoads
 from slimstart.policies import Budget, Learner, Policy, get_policy
 from slimstart.policies.base import check_count
-from slimstart.steps import Backward, LossFunction, Steps
 from slimstart.steps import host_memory as memory
 from slimstart.steps.captured import CapturedStep
 from slimstart.steps.drawing import Draw
-from slimstart.steps.eager import check_finite, run_step
+from slimstart.steps.eager import Backward, LossFunction, check_finite, run_step
 from slimstart.steps.engine import Stepping, assemble
 from slimstart.steps.final_mask import as_loss, choose_mask, first_batches
+from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import StepHooks, check_optimizers, fuse, unfuse
 from slimstart.steps.structure import Progress, Structure
 from slimstart.steps.unit_gradients import UnitGradients
@@ -196,10 +196,8 @@ class SparseTraining(Stepping):
         if captured is None:
             result = self._step_eagerly(loss_fn, batch)
         else:
-            captured.load(batch)
             learn = partial(self._structure.drawing.learn, self._steps.losses)
-            self._steps.launch(captured, learn if self._structure.learns_from_losses else None)
-            result = captured.result()
+            result = self._steps.run(captured, batch, learn if self._structure.learns_from_losses else None)
             self._structure.count_step()
         if captured is None or before != (self._networks.version, self._steps.num_captures):
             self.building_seconds += time.perf_counter() - began

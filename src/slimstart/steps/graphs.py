@@ -173,13 +173,16 @@ class Steps:
             logger.warning("steps run eagerly, without CUDA graphs: %s", reason)
         self.reason = reason
 
-    def launch(self, kind: CapturedStep, learn: Callable[[], None] | None = None) -> None:
-        """Run a captured step on the batch that it has loaded.
+    def run(self, kind: CapturedStep, batch: Sequence[Any], learn: Callable[[], None] | None = None) -> Any:
+        """Run a captured step; returns the result of the loss function, in new tensors.
 
         Args:
+            kind: captured step for such a batch.
+            batch: arguments of the loss function after the network.
             learn: function that learns from the losses of all networks; called on the stream `side`, so that what it
                 launches runs in parallel with the backward.
         """
+        kind.load(batch)
         self._shared.rates.follow()
         self._num_launched += 1
         main = torch.cuda.current_stream()
@@ -201,6 +204,7 @@ class Steps:
             with torch.cuda.stream(self.side):
                 learn()
             main.wait_stream(self.side)  # before the next step overwrites the losses
+        return kind.result()
 
     def release(self) -> None:
         """Free the memory of all graphs; no further step may follow."""

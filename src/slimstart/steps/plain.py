@@ -76,9 +76,7 @@ class PlainTraining(Stepping):
         self.num_examples = num_examples(batch)
         if self._steps is None or kind is None:
             return self._step_eagerly(loss_fn, batch)
-        kind.load(batch)
-        self._steps.launch(kind)
-        return kind.result()
+        return self._steps.run(kind, batch)
 
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
         result, found = run_step(
