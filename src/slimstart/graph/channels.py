@@ -108,7 +108,8 @@ class ChannelGraph:
         groups: the channel groups in network order; their units are consecutive.
         tensors: for every parameter and buffer that can shrink, its slices.
         axes: for every axis, the event (row of `costs.events`) of each index, -1 where always there.
-        reads, writes: ports of layers on streams, by module name.
+        reads: ports through which layers read streams, by module name.
+        writes: ports through which layers write into streams, by module name.
         attributes: integer attributes that count channels, by module and name.
         filters: for every layer with filters, the unit of each (-1: always there).
         not_prunable: {name: reason} for what was not followed or cannot shrink.

@@ -147,7 +147,7 @@ class Channels(Budget):
 
 @dataclass(frozen=True)
 class Params(Budget):
-    """At most this fraction of the dense network's parameters, in expectation during the search."""
+    """At most this fraction of the dense network's parameters; for the paper's policy on average until it settles."""
 
     def bind(self, table: CostTable) -> BoundPolynomial:
         return BoundPolynomial(self, ExpectedCost(table, table.params), "parameters")
@@ -155,7 +155,10 @@ class Params(Budget):
 
 @dataclass(frozen=True)
 class Flops(Budget):
-    """At most this fraction of the dense network's FLOPs (one multiply-add = 1), in expectation during the search."""
+    """At most this fraction of the dense network's FLOPs; one multiply-add is 1.
+
+    They are those of one forward on the example inputs. The paper's policy meets it on average until it settles.
+    """
 
     def bind(self, table: CostTable) -> BoundPolynomial:
         return BoundPolynomial(self, ExpectedCost(table, table.flops), "multiply-adds")

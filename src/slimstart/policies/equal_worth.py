@@ -67,7 +67,7 @@ class EqualWorth:
 
     Args:
         rounds: largest number of structure updates.
-        rate: of the first round.
+        rate: step size of the first round; it falls to zero over the search.
         pull: strength with which the fractions of neighbouring groups are pulled together.
         align: widths of large groups are multiples of this, because GPUs are slow at others.
         resample_every: number of steps of a round; by default such that `rounds` of them are the search, or 50 if its

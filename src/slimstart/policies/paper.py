@@ -33,8 +33,8 @@ class Paper:
     """Settings of the paper's policy; the defaults are the paper's, except for `sampling`.
 
     Args:
-        estimator: of the gradient of s: "vr_pge" (the paper), "pge", "vr_pge_symmetric", "leave_one_out", or an
-            `Estimator`.
+        estimator: estimator of the gradient of s: "vr_pge" (the paper), "pge", "vr_pge_symmetric", "leave_one_out", or
+            an `Estimator`.
         alpha: exponent of the preconditioner H, in [0, 1].
         structure_lr: Adam's learning rate for s.
         sampling: "bernoulli" (the paper), or "capped": a group with many more units than expected is drawn again, so
@@ -44,7 +44,7 @@ class Paper:
             weights have been trained for this mask, so its loss is not comparable with the reference's.
         align: the capacity of narrow layers is a multiple of this many units, so that shapes survive a draw. 1: exact
             widths. None: 8 in CUDA graphs, 1 otherwise.
-        seed: of the masks.
+        seed: seed of the generator that draws masks.
         search_steps: number of steps over which `structure_lr` decays to 0 along a cosine; by default those of the
             whole training. If neither is known, it is constant.
 
