@@ -71,12 +71,14 @@ def test_numbers_and_tables_are_filled() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<!-- results:a --> 1", "'a' is not closed"),
+        ("is <!-- results:a --> 1", "'a' is not closed"),
         ("one\n1 <!-- /results -->", "line 2: .* has no partner"),
-        ("<!-- results:a --><!-- results:b --><!-- /results -->", "line 1: .*results:b.* has no partner"),
+        ("It is <!-- results:a --><!-- results:b --><!-- /results -->", "line 1: .*results:b.* has no partner"),
+        ("It is\n<!-- results:a -->1<!-- /results --> s", "line 2: .* begins a line"),
+        ("It is\n- <!-- results:a -->1<!-- /results --> s", "line 2: .* begins a line"),
     ],
 )
-def test_a_marker_without_a_partner_is_refused(text: str, message: str) -> None:
+def test_markers_that_would_break_a_document_are_refused(text: str, message: str) -> None:
     with pytest.raises(markers.MarkerError, match=message):
         markers.fill(text, shout)
 
