@@ -1,7 +1,7 @@
 """Accuracy at equal FLOPs: the tables of the README and of the results.
 
 An experiment is in these tables if it has runs `uniform` and `slimstart`, with three seeds or more of each. Rows
-`shallower-NAME` are networks with fewer layers; the best of them is shown.
+`shallow` and `shallow-NAME` are networks with fewer layers; the best of them is shown.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def comparisons(results: Results) -> list[Comparison]:
             continue
         if min(len(uniform.runs), len(slimstart.runs)) < FEWEST_SEEDS:
             continue
-        shallower = [row for label, row in experiment.rows.items() if label.startswith("shallower")]
+        shallower = [row for label, row in experiment.rows.items() if label.split("-")[0] == "shallow"]
         best = max(shallower, key=lambda row: row.accuracy, default=None)
         found.append(Comparison(experiment, uniform, slimstart, experiment.rows.get("front-heavy"), best))
     networks = ["vgg19", "resnet32"]

@@ -4,11 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import make_results
 import pytest
 import torch
-from pages import accuracy, blocks, experiment_pages, inline, markers, stored
+from pages import accuracy, accuracy_figure, blocks, experiment_pages, inline, markers, stored
 from pages.compared import published
 from study import records as study_records
 from study import tables as study_tables
@@ -127,13 +128,32 @@ def test_the_main_tables(tmp_path: Path) -> None:
             "seeds": "3",
         }
     }
-    deep = {f"vgg/shallower-{n}-seed{seed}.json": run("dense", n, 0.087, seed) for n in (85, 86) for seed in range(2)}
-    results = write(tmp_path, deep)
+    names = {"shallow": 85.0, "shallow-late": 86.0}
+    results = write(
+        tmp_path,
+        {f"vgg/{n}-seed{seed}.json": run("shallow", a, 0.087, seed) for n, a in names.items() for seed in range(2)},
+    )
     (row,) = table(accuracy.headline(results)).values()
     assert (row["best shallower"], row["seeds"]) == ("86.0 ± 0.0", "2 to 3")
     (row,) = table(accuracy.table(results)).values()
     assert row["front-heavy"] == "91.50 ± 0.25"
     assert (row["slimstart − uniform"], row["seeds"]) == ("+1.75", "2 to 3")
+
+
+def test_the_figure_is_drawn_to_scale(tmp_path: Path) -> None:
+    results = write(tmp_path, FILES)
+    for theme, colors in accuracy_figure.THEMES.items():
+        text = accuracy_figure.draw(results, theme)
+        root = ElementTree.fromstring(text)
+        circles = [(float(c.get("cx", 0)), c.get("fill")) for c in root.iter("{http://www.w3.org/2000/svg}circle")]
+        (zero, _), (own, _) = circles[2:]  # after those of the legend
+        assert [color for _, color in circles[2:]] == [colors["uniform"], colors["slimstart"]]
+        texts = {t.text: float(t.get("x", 0)) for t in root.iter("{http://www.w3.org/2000/svg}text")}
+        assert texts["0"] == zero
+        assert own - zero == pytest.approx(1.75 * (texts["+1"] - texts["0"]), abs=0.2)  # 92 against 90.25
+        assert "90.2 → 92.0 %" in texts
+    results = write(tmp_path, {"vgg/shallow.json": run("shallow", 91.0, 0.087)})
+    assert "best shallower network" in accuracy_figure.draw(results, "dark")
 
 
 def test_few_seeds_other_labels_and_the_archive_are_not_in_the_main_tables(tmp_path: Path) -> None:
