@@ -67,7 +67,7 @@ def compare(
     budgets = split(budget or base.budget or "")
     planned = trials(base, split(methods), budgets, num_seeds=seeds, total_epochs=epochs, retraining=retraining)
     folder = out or Path("runs") / f"compare-{base.model}-{base.data}".replace(":", "-").replace("/", "-")
-    refuse_changes(planned, folder, asked.get("model"))
+    refuse_changes(planned, folder, asked.get("model"), asked.get("data"))
     try:
         outcomes = _run(planned, folder, place)
     except Interrupted:

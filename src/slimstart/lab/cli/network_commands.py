@@ -23,6 +23,11 @@ OwnModel = Annotated[
 ]
 
 
+OwnData = Annotated[
+    str | None, typer.Option("--data", help="The same for data: your module:factory, if the run used one.")
+]
+
+
 class Format(StrEnum):
     onnx = "onnx"
     torch = "torch"
@@ -41,6 +46,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, ...; auto chooses a GPU if there is one.")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode the images of an image_folder.")] = 4,
     model: OwnModel = None,
+    data: OwnData = None,
 ) -> None:
     """Measure the accuracy of a finished network on the test images."""
     import torch
@@ -50,7 +56,7 @@ def evaluate(
     from slimstart.lab.run.evaluation import evaluate as accuracy_of
     from slimstart.lab.run.run_folder import Run
 
-    recipe = Run(run).recipe(model)
+    recipe = Run(run).recipe(model, data)
     on = find_device(device)
     set_precision(recipe.precision)
     images = load_data(recipe, Place(device, data_dir, workers), on)
@@ -68,6 +74,7 @@ def export(
         Format, typer.Option(help="Kind of file: onnx, torch (torch.export) or safetensors (weights and structure).")
     ],
     model: OwnModel = None,
+    data: OwnData = None,
 ) -> None:
     """Export a finished network; ONNX and torch.export files are run and compared with it."""
     import torch
@@ -79,7 +86,7 @@ def export(
 
     record = records.read(run)
     example = torch.zeros(1, *record.image_shape)
-    network = _finished(run, Run(run).recipe(model))
+    network = _finished(run, Run(run).recipe(model, data))
     if format is Format.safetensors:
         out = out.with_name(out.name.removesuffix(".safetensors") + ".safetensors")
         files.save(network, out)

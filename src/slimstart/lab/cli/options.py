@@ -90,7 +90,7 @@ def chosen(name: str | None, changes: dict[str, Any]) -> Recipe:
     if name is None:
         base = Recipe()
     elif name.endswith(".toml"):
-        base = read(name, changes.get("model"))
+        base = read(name, changes.get("model"), changes.get("data"))
     else:
         base = preset(name)
     return merged(base, changes)

@@ -109,7 +109,7 @@ def _opened(run: Run, name: str | None, resume: bool, asked: dict[str, Any]) -> 
     """The recipe of a run, whether it is continued, and whether it is finished."""
     going_on = resume and (run.exists or not (name or "model" in asked))  # a new run names its network
     if going_on:
-        settings = run.recipe(asked.get("model"))
+        settings = run.recipe(asked.get("model"), asked.get("data"))
         _refuse_changes(settings, asked, name)
     else:
         settings = chosen(name, asked)
@@ -119,10 +119,10 @@ def _opened(run: Run, name: str | None, resume: bool, asked: dict[str, Any]) -> 
 
 def _resume_command(run: Run, asked: dict[str, Any], place: Place) -> str:
     """The command that continues a run: its folder, and the options that no file keeps."""
-    from slimstart.lab.models import is_factory
+    from slimstart.lab.own_code import is_factory
 
-    model = asked.get("model", "")
-    options = {"--model": model if is_factory(model) else None, "--data-dir": place.data_dir, "--device": place.device}
+    options = {f"--{name}": asked[name] for name in ("model", "data") if is_factory(asked.get(name, ""))}
+    options |= {"--data-dir": place.data_dir, "--device": place.device}
     timing = ["--step-times"] if place.step_times else []
     words = [word for flag, value in options.items() if value not in (None, "auto") for word in (flag, str(value))]
     return shlex.join(["slimstart", "train", "--resume", "--out", str(run.folder), *words, *timing])

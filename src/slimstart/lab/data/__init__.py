@@ -2,10 +2,12 @@
 
 Here live the embedded set (`fashion`), CIFAR, Tiny ImageNet and folders of images, and what reads them: archives
 without extraction, pickles without execution, downloads that go on where they broke off. What a network does with the
-batches lives elsewhere. Open `batches.py` first; `arrays.py` is the loader for everything that fits in memory.
+batches lives elsewhere. Open `batches.py` first; `arrays.py` is the loader for everything that fits in memory,
+`own_data.py` says what a factory of the user's own returns, `rand_augment.py` and `mixing.py` are augmentation.
 """
 
+from slimstart.lab.data.arrays import ArraySet
 from slimstart.lab.data.batches import WHOLE, Batches, ImageData, Share
 from slimstart.lab.data.catalogue import NAMES, load
 
-__all__ = ["NAMES", "WHOLE", "Batches", "ImageData", "Share", "load"]
+__all__ = ["NAMES", "WHOLE", "ArraySet", "Batches", "ImageData", "Share", "load"]

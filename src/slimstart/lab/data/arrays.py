@@ -46,7 +46,8 @@ class ArraySet:
     test: tuple[Tensor, Tensor]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    padding: int
+    padding: int  # pixels by which training images are shifted, at most
+    flip: bool = True  # training images are mirrored at random
 
     def batches(
         self,
@@ -68,7 +69,7 @@ class ArraySet:
             name=self.name,
             num_classes=self.num_classes,
             image_shape=(images.shape[1], images.shape[2], images.shape[3]),
-            train=Augmented(*train, batch_size, normalise, self.padding, seed, device, share, augment),
+            train=Augmented(*train, batch_size, normalise, self.padding, seed, device, share, augment, self.flip),
             test=InOrder(*test, TEST_BATCHES * batch_size, normalise, device, share),
             digest=digest_of(train[1].numpy(), test[1].numpy()),
         )
@@ -153,7 +154,7 @@ class InOrder:
 
 
 class Augmented:
-    """Shuffled images, each shifted by up to `padding` pixels of black, flipped or not, and changed by `augment`."""
+    """Shuffled images, each shifted by up to `padding` pixels of black, flipped at random, and changed by `augment`."""
 
     def __init__(
         self,
@@ -166,12 +167,13 @@ class Augmented:
         device: torch.device,
         share: Share = WHOLE,
         augment: RandAugment | None = None,
+        flip: bool = True,
     ) -> None:
         self.num_images = len(images)
         self.batch_size = batch_size
         self._num_batches = num_full_batches(self.num_images, batch_size, share)
         self._part, self._share, self._augment = share.of(0, batch_size), share, augment
-        self._num_shifts = 2 * padding + 1
+        self._num_shifts, self._flip = 2 * padding + 1, flip
         self._seed, self._device, self._normalise = seed, device, normalise
         # On a GPU it is the launches that take the time: those of several batches take no longer than those of one.
         self._at_once = max(1, IMAGES_AT_ONCE // batch_size) if device.type == "cuda" else 1
@@ -212,5 +214,6 @@ class Augmented:
 
     def _batch(self, index: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> tuple[Tensor, Tensor]:
         crops = self._crops[index, :, top, left]
-        crops = torch.where(flip.bool()[:, None, None, None], crops.flip(-1), crops)
+        if self._flip:
+            crops = torch.where(flip.bool()[:, None, None, None], crops.flip(-1), crops)
         return crops, self._labels[index]

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from slimstart.errors import ConfigError
-from slimstart.lab.data import cifar, fashion, image_folder, tiny_imagenet
+from slimstart.lab.data import cifar, fashion, image_folder, own_data, tiny_imagenet
 from slimstart.lab.data.batches import WHOLE, ImageData, Share
 from slimstart.lab.data.rand_augment import RandAugment
+from slimstart.lab.own_code import is_factory
 
 NAMES = ("fashion", "cifar10", "cifar100", "tiny_imagenet16", "image_folder")
 
@@ -34,7 +35,8 @@ def load(
     """Load a data set; its batches come on `device`.
 
     Args:
-        name: one of `NAMES`. `fashion` is part of the package; the others are read from `data_dir`.
+        name: one of `NAMES`, or `module:factory` for data of the user's own (`own_data`). `fashion` is part of the
+            package; the others are read from `data_dir`.
         data_dir: the folder that holds the files, or the file itself; `data` if not given. Each data set's module says
             which files it accepts.
         batch_size: of the training. Test batches may be larger.
@@ -54,8 +56,8 @@ def load(
         ConfigError: an argument cannot be meant.
         DataError: the data is missing, truncated or corrupt; the message says what to do.
     """
-    if name not in NAMES:
-        raise ConfigError(f"`name` is {name!r}; the data sets are {', '.join(NAMES)}")
+    if name not in NAMES and not is_factory(name):
+        raise ConfigError(f"`name` is {name!r}; the data sets are {', '.join(NAMES)}, and module:factory")
     for argument, value in (("seed", seed), ("num_workers", num_workers)):
         if value < 0:
             raise ConfigError(f"`{argument}` is {value}; it must be 0 or more")
@@ -72,7 +74,25 @@ def load(
             share=share,
             augment=augment,
         )
-    if name == "fashion":
+    if is_factory(name):
+        found = own_data.from_factory(
+            name,
+            {
+                "data_dir": None if data_dir is None else folder,
+                "image_size": image_size,
+                "batch_size": batch_size,
+                "seed": seed,
+                "device": device,
+                "validation": validation,
+                "num_workers": num_workers,
+                "share": share,
+                "augment": augment,
+            },
+        )
+        if isinstance(found, ImageData):
+            return found
+        arrays = found
+    elif name == "fashion":
         arrays = fashion.read()
     elif name == "tiny_imagenet16":
         arrays = tiny_imagenet.read(folder)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from slimstart.errors import ConfigError
-from slimstart.lab.models.factories import brief, is_factory
 from slimstart.lab.models.mobilenet_v1 import mobilenet_v1
 from slimstart.lab.models.resnet_cifar import resnet20, resnet32
 from slimstart.lab.models.resnet_imagenet import resnet50
@@ -17,6 +16,7 @@ from slimstart.lab.models.siblings import parse_stages
 from slimstart.lab.models.small import small
 from slimstart.lab.models.vgg import vgg16, vgg19
 from slimstart.lab.models.wide_resnet import wrn28_10
+from slimstart.lab.own_code import brief, is_factory
 
 # Each takes `num_classes`, `in_channels` and `width`.
 MODELS: dict[str, Callable[..., nn.Module]] = {

@@ -12,6 +12,7 @@ from slimstart.errors import ConfigError
 from slimstart.graph import COUPLINGS
 from slimstart.lab import data, models
 from slimstart.lab.methods import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
+from slimstart.lab.own_code import is_factory
 from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
 from slimstart.lab.recipes.recipe import METHODS, OWN_SETTINGS, PRECISIONS, own_settings, parse_budget
 from slimstart.lab.recipes.schedules import parse_schedule
@@ -58,7 +59,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
 def _values(recipe: Recipe) -> Iterator[str]:
     """Settings that are wrong by themselves."""
     for name, known in CHOICES.items():
-        if getattr(recipe, name) not in known:
+        if getattr(recipe, name) not in known and not (name == "data" and is_factory(recipe.data)):
             yield f"`{name}` is {getattr(recipe, name)!r}; it must be one of {', '.join(filter(None, known))}"
     for name in ("schedule", "finetune_schedule"):
         try:
@@ -132,7 +133,7 @@ def _of_the_method(recipe: Recipe) -> Iterator[str]:
             f"`full_model_device` is 'cpu', but the estimator {recipe.estimator} trains the dense network; leave it "
             f"out, or choose one of {', '.join(ESTIMATORS)}"
         )
-    if recipe.width != 1 and (models.is_factory(recipe.model) or recipe.model.startswith("timm:")):
+    if recipe.width != 1 and (is_factory(recipe.model) or recipe.model.startswith("timm:")):
         yield (
             f"`width` is {recipe.width}, but it only applies to networks of ours, and {recipe.model} is not one; leave "
             "it out, and build the network with the widths that you want"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimstart.errors import ConfigError
 from slimstart.lab import records
+from slimstart.lab.own_code import is_factory
 from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
 
 if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its fields are looked at for `--help`
@@ -49,7 +50,10 @@ class Recipe:
         "small", "Network: one of ours (vgg16, resnet20, ...), timm:NAME, or your own code as module:factory."
     )
     width: float = _setting(1.0, "Factor on the widths of all layers of the dense network; only for networks of ours.")
-    data: str = _setting("fashion", "Data set: fashion, cifar10, cifar100, tiny_imagenet16 or image_folder.")
+    data: str = _setting(
+        "fashion",
+        "Data set: fashion, cifar10, cifar100, tiny_imagenet16, image_folder, or your own code as module:factory.",
+    )
     image_size: int | None = _setting(None, "Height and width of the images of an image_folder; 224 by default.")
     validation: int = _setting(0, "Evaluate on this many held-out training images instead of the test set.")
 
@@ -239,7 +243,7 @@ def make_model(
     """The dense network that a recipe's `model` names, or a sibling of it, freshly initialised."""
     from slimstart.lab import models
 
-    if models.is_factory(name):
+    if is_factory(name):
         return models.from_factory(name, num_classes=num_classes, in_channels=in_channels)
     return models.build(name, num_classes=num_classes, in_channels=in_channels, width=width, stages=stages)
 
@@ -265,11 +269,12 @@ def merged(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return dataclasses.replace(recipe, **changes)
 
 
-def read(path: str | Path, own_model: str | None = None) -> Recipe:
+def read(path: str | Path, own_model: str | None = None, own_data: str | None = None) -> Recipe:
     """Read a TOML file: fields of a recipe, on top of the preset that `extends` names, if it does.
 
     Args:
-        own_model: the `module:factory` that the user has given. A file alone never makes us import code.
+        own_model, own_data: the `module:factory` that the user has given for the model and for the data. A file alone
+            never makes us import code.
 
     Raises:
         ConfigError: a field is unknown or of another type, or names code that the user has not named.
@@ -279,14 +284,12 @@ def read(path: str | Path, own_model: str | None = None) -> Recipe:
     try:
         content = tomllib.loads(Path(path).read_text())
         base = preset(content.pop("extends")) if "extends" in content else Recipe()
-        return merged(base, _typed(content, own_model))
+        return merged(base, _typed(content, {"model": own_model, "data": own_data}))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the recipe {path} cannot be used: {error}") from error
 
 
-def _typed(content: Mapping[str, Any], own_model: str | None) -> dict[str, Any]:
-    from slimstart.lab import models
-
+def _typed(content: Mapping[str, Any], own: Mapping[str, str | None]) -> dict[str, Any]:
     hints = typing.get_type_hints(Recipe)
     fields = {}
     for name, value in content.items():
@@ -294,9 +297,11 @@ def _typed(content: Mapping[str, Any], own_model: str | None) -> dict[str, Any]:
             close = difflib.get_close_matches(name, hints, n=1)
             raise ConfigError(f"`{name}` is no field of a recipe" + (f"; do you mean `{close[0]}`?" if close else ""))
         fields[name] = records.from_plain(hints[name], value, name)
-    model = fields.get("model", "")
-    if models.is_factory(model) and model != own_model:
-        raise ConfigError(f"`model` is {model!r}, code that is never run on the word of a file: give --model {model}")
+    for name, given in own.items():
+        if is_factory(spec := fields.get(name, "")) and spec != given:
+            raise ConfigError(
+                f"`{name}` is {spec!r}, code that is never run on the word of a file: give --{name} {spec}"
+            )
     return fields
 
 

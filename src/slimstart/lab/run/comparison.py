@@ -183,16 +183,18 @@ def _trial(
     return Trial("-".join(filter(None, parts)), recipe)
 
 
-def refuse_changes(planned: Iterable[Trial], folder: Path, own_model: str | None = None) -> None:
+def refuse_changes(
+    planned: Iterable[Trial], folder: Path, own_model: str | None = None, own_data: str | None = None
+) -> None:
     """Raise a ConfigError if a run in the folder was begun with another recipe than it would now have.
 
     Args:
-        own_model: the `module:factory` that the user has given, see `recipe.read`.
+        own_model, own_data: as for `recipe.read`.
     """
     for trial in planned:
         run = Run(folder / trial.name)
         if run.exists:
-            begun, wanted = dataclasses.asdict(run.recipe(own_model)), dataclasses.asdict(trial.recipe)
+            begun, wanted = dataclasses.asdict(run.recipe(own_model, own_data)), dataclasses.asdict(trial.recipe)
             changed = [
                 f"`{name}` was {begun[name]} and is {wanted[name]}" for name in begun if begun[name] != wanted[name]
             ]

@@ -74,11 +74,11 @@ class Run:
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
 
-    def recipe(self, own_model: str | None = None) -> Recipe:
-        """The recipe that the run was made with; see `recipe.read` for `own_model`."""
+    def recipe(self, own_model: str | None = None, own_data: str | None = None) -> Recipe:
+        """The recipe that the run was made with; arguments as for `recipe.read`."""
         if not self.exists:
             raise ConfigError(f"{self.folder} holds no run (there is no {self.config.name})")
-        return recipes.read(self.config, own_model)
+        return recipes.read(self.config, own_model, own_data)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
