@@ -50,7 +50,7 @@ results: $(RUNTIME)  ## Write the tables, pages and figures of the documents fro
 	$(BIN)/python benchmarks/make_results.py
 
 docs: $(DOCS)  ## Build the documentation site in site/; broken links and missing pages are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: lint types unit  ## Every check and the default tests
 
