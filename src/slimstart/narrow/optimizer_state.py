@@ -54,8 +54,8 @@ def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
             )
         if held_by(found) & held_by([seen]):
             raise OptimizerStateError(
-                "two optimizers hold the same parameter, and each keeps state of its own for it; pass every parameter "
-                "to one of them only"
+                "`optimizer`: two optimizers hold the same parameter, and each keeps its own state for it; pass every "
+                "parameter to one of them only"
             )
         found.append(seen)
     return tuple(found)

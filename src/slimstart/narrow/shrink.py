@@ -64,7 +64,10 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     if metadata.get("ports"):
         problems.append("layers have ports on residual streams; take the state dict after `finish(plain=True)`")
     if problems:
-        raise CheckpointError(f"the state dict does not fit: {'; '.join(problems[:3])}")
+        raise CheckpointError(
+            f"`state_dict` does not fit `model`: {'; '.join(problems[:3])}. The model must be of the class that was "
+            "trained, and dense"
+        )
     attributes = dict(metadata.get("attributes", {}))
     if example_inputs is not None:
         attributes |= _traced(trace(model, example_inputs, "stream"), wanted)

@@ -118,7 +118,9 @@ def prove(
                     reference = _run(dense, inputs, training, differentiable)
             if isinstance(reference, Exception):
                 if not training:
-                    raise TraceError(f"the dense network itself fails: {reference}") from reference
+                    raise TraceError(
+                        f"the dense network itself fails on `example_inputs`: {type(reference).__name__}: {reference}"
+                    ) from reference
                 continue  # batch statistics of a single value: nothing to compare
             if any(bool(t.isnan().any()) for t in reference.outputs):
                 raise TraceError(
@@ -127,7 +129,10 @@ def prove(
                 )
             found = _run(narrow, inputs, training, differentiable)
             if isinstance(found, Exception):
-                raise TraceError(f"the narrow network fails ({name}): {type(found).__name__}: {found}") from found
+                raise TraceError(
+                    f"the narrow network fails ({name}): {type(found).__name__}: {found}; name the layers concerned in "
+                    "`keep`, and their channels are not removed"
+                ) from found
             for where, error in (*_differences(selection, dense, narrow, reference, found), *unread):
                 errors[f"{where} ({name})"] = error
                 compared += 1

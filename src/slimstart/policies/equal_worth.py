@@ -59,6 +59,7 @@ WINDOW = 50  # steps of a round if the length of the training is not known
 MOST = 0.35  # largest change of a log-width by importance in one round, before neighbours are pulled together
 SEEN = 100  # number of gradients that are kept: the last ones of a window
 FEWEST = 8  # smallest number of gradients from which redundancy is estimated; with fewer it is mostly noise
+RESUME = "resume with the policy, model, budget and version of slimstart with which it was saved"
 
 
 @dataclass(frozen=True)
@@ -277,24 +278,24 @@ class EqualWorthSearch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if missing := sorted(self.state_dict().keys() - state.keys()):
-            raise CheckpointError(
-                f"`state` lacks {', '.join(missing)}; it belongs to another policy or another version"
-            )
+            raise CheckpointError(f"`state` lacks {', '.join(missing)}; {RESUME}")
         if state["mask"].shape != self._mask.shape:
-            raise CheckpointError(f"`state` has {state['mask'].numel()} units and this network {self._mask.numel()}")
+            num_units = state["mask"].numel()
+            raise CheckpointError(f"`state` has {num_units} units and this network {self._mask.numel()}; {RESUME}")
         if state["limit"] != self.budget.limit:
-            raise CheckpointError(
-                f"`state` has a budget of {state['limit']:g}, and this training {self.budget.limit:g}"
-            )
-        if len(state["seen"]) != min(SEEN, state["count"]):
-            raise CheckpointError(f"`state` has {len(state['seen'])} gradients; it belongs to another version")
-        for name, like in (("log_widths", self._log_widths), ("mask", self._mask), ("sums", self._sums)):
+            limit = self.budget.limit
+            raise CheckpointError(f"`state` has a budget of {state['limit']:g}, and this training {limit:g}; {RESUME}")
+        num_seen = min(SEEN, state["count"])
+        if len(state["seen"]) != num_seen:
+            raise CheckpointError(f"`state` has {len(state['seen'])} gradients, and must have {num_seen:g}; {RESUME}")
+        seen = self._seen[: int(num_seen)]
+        for name, like in (
+            ("log_widths", self._log_widths), ("mask", self._mask), ("sums", self._sums), ("seen", seen),
+        ):  # fmt: skip
             check_type(name, state[name], like.dtype)
             if state[name].shape != like.shape:
-                raise CheckpointError(f"`state` has {name} of another shape than this network")
-        check_type("seen", state["seen"], self._seen.dtype)
-        if state["seen"].shape[1:] != self._seen.shape[1:]:
-            raise CheckpointError(f"`state` has gradients of {state['seen'].shape[1:].numel()} units")
+                shapes = f"{tuple(state[name].shape)}, and must have {tuple(like.shape)}"
+                raise CheckpointError(f"`state` has {name} of shape {shapes}; {RESUME}")
         for name, kind in (("count", float), ("num_rounds", int), ("begun", bool)):
             check_type(name, state[name], kind)
         self._log_widths, self._mask = state["log_widths"].clone(), state["mask"].clone()

@@ -52,7 +52,9 @@ def project(z: Tensor, budget: BoundBudget) -> Tensor:
     """
     z = z.detach().cpu().double()
     if not bool(torch.isfinite(z).all()):
-        raise ValueError(f"`z` has {int((~torch.isfinite(z)).sum())} entries that are NaN or infinite")
+        raise ValueError(
+            f"`z` has {int((~torch.isfinite(z)).sum())} entries that are NaN or infinite; all must be finite"
+        )
     inside = z.clamp(0, 1)
     if float(budget.expected(inside)) <= budget.limit:
         return inside

@@ -216,6 +216,7 @@ def embedding(tracer: Tracer, call: Call) -> None:
 
 @register_rule("bmm", "baddbmm")
 def batched_product(tracer: Tracer, call: Call) -> None:
+    """Products of batches of matrices, one of which may be a parameter."""
     operands = ("batch1", "batch2") if call.name == "baddbmm" else ("self", "mat2")
     first, second = call[operands[0]], call[operands[1]]
     total = first.numel() * second.shape[-1]
