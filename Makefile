@@ -49,6 +49,7 @@ train: $(RUNTIME)  ## Train on the embedded data, narrow from step one: a table 
 results: $(RUNTIME)  ## Write the tables, pages and figures of the documents from the records under results/
 	$(BIN)/python benchmarks/make_results.py
 
+# Not --quiet, which would hide warnings from --strict.
 docs: $(DOCS)  ## Build the documentation site in site/; broken links and missing pages are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

@@ -94,11 +94,20 @@ def test_removed_names_are_not_shown(document: str) -> None:
         assert name not in read(document), name
 
 
+def anchors(document: str) -> set[str]:
+    """The anchors of a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", read(document), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
     for document in [*DOCUMENTS, "CHANGELOG.md", "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", read(document)):
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", read(document)):
             if not re.match(r"[a-z]+:", target):
-                assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
+                path = ((ROOT / document).parent / target).resolve() if target else ROOT / document
+                assert path.exists(), f"{document}: {target}"
+                found = not anchor or anchor in anchors(str(path.relative_to(ROOT)))
+                assert found or path.name == "api.md", f"{document}: {target}#{anchor}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
