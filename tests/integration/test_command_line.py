@@ -307,19 +307,21 @@ def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tmp_path: Path) -
 # --------------------------------------------------------------------------- nothing in a file is executed
 
 
-def test_a_file_never_names_code(slimstart: Slimstart, tmp_path: Path, trained: Path) -> None:
+@pytest.mark.parametrize(("field", "own"), [("model", OWN), ("data", "fashion")])
+def test_a_file_never_names_code(slimstart: Slimstart, tmp_path: Path, trained: Path, field: str, own: str) -> None:
     (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('executed').touch()\n")
-    (tmp_path / "evil.toml").write_text('model = "evil:make"\n')
+    (tmp_path / "evil.toml").write_text(f'{field} = "evil:make"\n')
     status, _, errors = slimstart("train", "--recipe", "evil.toml")
     assert (status, "never run on the word of a file" in errors) == (2, True)
     run = tmp_path / "run"
     run.mkdir()
-    config = (trained / "config.toml").read_text().replace(OWN, "evil:make")
-    (run / "config.toml").write_text(config)
-    (run / "record.json").write_text((trained / "record.json").read_text().replace(OWN, "evil:make"))
+    for name in ("config.toml", "record.json"):
+        content = (trained / name).read_text()
+        assert f'"{own}"' in content
+        (run / name).write_text(content.replace(f'"{own}"', '"evil:make"'))
     for arguments in (
-        ["train", "--resume", "--out", run],
-        ["evaluate", run],
+        ["train", "--resume", "--out", run, *([] if field == "model" else ["--model", OWN])],
+        ["evaluate", run, *([] if field == "model" else ["--model", OWN])],
         ["export", run, "--format", "torch", "--out", "a.pt2"],
         ["report", run],
     ):
