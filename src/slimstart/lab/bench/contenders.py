@@ -15,8 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from slimstart.lab.run.evaluation import logits_of
 from slimstart.lab.run.make_method import Batch
-from slimstart.lab.run.timed_steps import plain_step, search_step
-from slimstart.lab.run.timing import Step, Stopwatch
+from slimstart.lab.run.timing import Step, Stopwatch, plain_step, search_step
 from slimstart.steps import PlainTraining
 from slimstart.training import SparseTraining
 

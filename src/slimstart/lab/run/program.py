@@ -36,12 +36,10 @@ from slimstart.lab.run.callbacks import Interrupted, Status, Unwatched, Watcher
 from slimstart.lab.run.choosing import choose
 from slimstart.lab.run.environment import Place
 from slimstart.lab.run.evaluation import evaluate
-from slimstart.lab.run.events import Events
 from slimstart.lab.run.make_method import make_method
 from slimstart.lab.run.method import Method
-from slimstart.lab.run.progress import Progress
-from slimstart.lab.run.recording import End, make_record, structure_of
-from slimstart.lab.run.run_folder import Run
+from slimstart.lab.run.recording import End, Progress, make_record, structure_of
+from slimstart.lab.run.run_folder import Events, Run
 from slimstart.lab.run.step_times import measured
 from slimstart.lab.run.task import Task
 from slimstart.lab.run.train_cost import formula_flops

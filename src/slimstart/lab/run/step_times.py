@@ -15,8 +15,7 @@ from slimstart.lab.methods import RELAXATIONS, uniform_of_flops
 from slimstart.lab.recipes.recipe import Recipe, merged
 from slimstart.lab.run.make_method import Batch, Loss, Search, make_optimizer
 from slimstart.lab.run.task import Task
-from slimstart.lab.run.timed_steps import plain_step, search_step
-from slimstart.lab.run.timing import Step, Stopwatch, compare
+from slimstart.lab.run.timing import Step, Stopwatch, compare, plain_step, search_step
 from slimstart.policies import get_policy
 from slimstart.policies.widths import ALIGN
 from slimstart.steps import PlainTraining

@@ -1,4 +1,7 @@
-"""Wall-clock time of training steps: all contenders in one process, in turns, so that a noisy machine disturbs all."""
+"""Wall-clock time of training steps: all networks take turns in one process, so that a noisy machine disturbs all.
+
+`plain_step` and `search_step` are steps written out with a stopwatch after each part, which captured steps do not have.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slimstart.lab.run.method import Batch
+from slimstart.steps import LossFunction
+from slimstart.training import SparseTraining
 
 Name = TypeVar("Name")
 
@@ -115,3 +124,34 @@ def spread(times: Sequence[float]) -> tuple[float, float]:
     """Their 10th and 90th percentile; of two times at least."""
     tenths = statistics.quantiles(times, n=10, method="inclusive")
     return tenths[0], tenths[-1]
+
+
+# --- steps with a stopwatch -------------------------------------------------------------------------------------------
+
+
+def plain_step(net: nn.Module, optimizer: Optimizer, loss_fn: LossFunction, batch: Batch, watch: Stopwatch) -> None:
+    """A step of a network whose structure does not change."""
+    loss = loss_fn(net, *batch)
+    watch.lap("forward")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    watch.lap("backward")
+    optimizer.step()
+    watch.lap("other")
+
+
+def search_step(sparse: SparseTraining, loss_fn: LossFunction, batch: Batch, watch: Stopwatch) -> None:
+    """A step of a search by hand, all forwards in one part."""
+    loss = loss_fn(sparse.model, *batch)
+    with torch.no_grad():
+        references = [loss_fn(net, *batch) for net in sparse.references()]
+    watch.lap("forward")
+    optimizer = sparse.optimizer
+    assert isinstance(optimizer, Optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    watch.lap("backward")
+    optimizer.step()
+    if sparse.policy.learns_from == "losses":
+        sparse.update(loss, references)
+    watch.lap("other")
