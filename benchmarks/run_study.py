@@ -1,4 +1,4 @@
-"""The paper's two analyses, on runs of our own: `python benchmarks/run_study.py variance | flip`."""
+"""The two analyses of the paper: `python benchmarks/run_study.py variance | flip`."""
 
 import typer
 from study import command

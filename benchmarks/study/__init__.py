@@ -1,1 +1,1 @@
-"""The paper's two analyses, on runs of our own: `python benchmarks/run_study.py variance | flip`."""
+"""The two analyses of the paper: `python benchmarks/run_study.py variance | flip`."""

@@ -1,4 +1,4 @@
-"""`run_study.py variance` and `run_study.py flip`: the paper's two analyses, on a run of one's own."""
+"""`run_study.py variance` and `run_study.py flip`: the two analyses of the paper."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def variance(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")] = "auto",
     engine: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs), or auto: what is best here.")] = "auto",
 ) -> None:
-    """Variance of the structure gradient in each layer, over masks and batches: VR-PGE beside PGE."""
+    """Measure the variance of the structure gradient in each layer, over masks and batches: VR-PGE and PGE."""
     from rich.progress import track
 
     from slimstart.lab.run.environment import Place
@@ -75,7 +75,7 @@ def flip(
     channels: Annotated[int, typer.Option(help="Random channels that are flipped in every mask.")] = 64,
     **options: Any,
 ) -> None:
-    """Train, and measure on the way how much sampled networks differ, and what one channel changes.
+    """Train, and measure how much sampled networks differ, and how much one channel changes.
 
     A study that was stopped goes on with the same command.
     """

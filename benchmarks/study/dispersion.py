@@ -1,6 +1,6 @@
-r"""How far losses of sampled masks lie apart, and how far gradients of s scatter: estimates without bias.
+r"""Unbiased estimates of the dispersion of losses of sampled masks, and of the variance of gradients of s.
 
-The appendix of the paper rests on two numbers, for independent :math:`m, m' \sim p(\cdot|s)` and the loss L on a batch:
+The appendix of the paper uses two numbers, for independent :math:`m, m' \sim p(\cdot|s)` and the loss L on a batch:
 
 .. math:: V(s) = \mathbb{E}\,(L(m) - L(m'))^2, \qquad
           V_{\max}(s) = \max_{j,\,v \in \{0,1\}} V_{jv}(s), \quad V_{jv}(s) = \mathbb{E}\,[(L(m) - L(m'))^2 | m_j = v].
@@ -22,7 +22,7 @@ def pair_dispersion(losses: Tensor) -> Tensor:
 
     .. math:: \frac{1}{n (n - 1)} \sum_{k \ne l} (L_k - L_l)^2,
 
-    which is twice the sample variance. Masks of a pair are independent, so it is without bias.
+    which is twice the sample variance. Masks of a pair are independent, so it is unbiased.
 
     Args:
         losses: (..., n), n >= 2.
@@ -36,8 +36,8 @@ def flip_dispersion(losses: Tensor, changed: Tensor) -> Tensor:
 
     .. math:: \frac{1}{n (n - 1)} \sum_{k \ne l} (L'_k - L_l)^2
 
-    Where a mask has :math:`m_j = v` from the start, :math:`L'_k = L_k`. So it differs from `pair_dispersion` of the
-    same losses by what the unit does and by little else: noise that both share falls out of their difference.
+    Where a mask already has :math:`m_j = v`, :math:`L'_k = L_k`. So the difference to `pair_dispersion` of the same
+    losses is due to the unit: most of the noise is common to both.
 
     Args:
         losses: (n,), of the masks as they were drawn, n >= 2.
@@ -47,21 +47,19 @@ def flip_dispersion(losses: Tensor, changed: Tensor) -> Tensor:
     n = losses.shape[-1]
     if changed.shape[-1:] != (n,):
         raise ValueError(f"`changed` has shape {tuple(changed.shape)}; it needs one loss for each of the {n} masks")
-    centre = losses.mean(
-        -1, keepdim=True
-    )  # subtracted first, or squares of large losses would drown what they differ by
+    centre = losses.mean(-1, keepdim=True)  # subtracted before squaring, for precision
     own, other = losses - centre, changed - centre
     every = n * (own.square().sum(-1) + other.square().sum(-1)) - 2 * own.sum(-1) * other.sum(-1)
     return (every - (other - own).square().sum(-1)) / (n * (n - 1))
 
 
 class Largest(NamedTuple):
-    """The maximum of several means that are known with noise.
+    """The maximum of several means, from noisy values.
 
     Attributes:
-        value: of the one that the other half of the rows would choose. Not above the true maximum, in expectation.
+        value: mean of the column that the other half of the rows chooses; in expectation at most the true maximum.
         error: standard error of `value`.
-        naive: the largest mean. Not below the true maximum, in expectation: noise is chosen along with it.
+        naive: the largest mean; in expectation at least the true maximum.
     """
 
     value: Tensor
@@ -70,7 +68,7 @@ class Largest(NamedTuple):
 
 
 def largest(values: Tensor) -> Largest:
-    """The largest of the columns' means, with each half of the rows judging the choice of the other half.
+    """The largest of the means of columns: each half of the rows chooses a column, the other half estimates its mean.
 
     Args:
         values: (B, A), independent rows of A quantities; B is even and at least 4.
@@ -93,8 +91,8 @@ def total_variance(means: Tensor, squares: Tensor) -> Tensor:
 
     .. math:: \mathrm{Var}\, g = \mathbb{E}\, g^2 - (\mathbb{E}\, g)^2
 
-    with the last square as the mean product of two different batches' means, so that nothing is biased. It is the mean
-    of :math:`(g - g')^2 / 2` over all pairs of estimates from different batches, and therefore never negative.
+    where the last square is the mean product of the means of two different batches, so the estimate is unbiased. It is
+    the mean of :math:`(g - g')^2 / 2` over all pairs of estimates from different batches, and never negative.
 
     Args:
         means: (B, ...), for every batch the mean of its estimates, B >= 2.

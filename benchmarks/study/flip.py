@@ -1,8 +1,8 @@
-"""E[L^2], V and V_max along a training: whether sampled networks are alike, and one unit more or less changes little.
+"""E[L^2], V and V_max during a training: how much sampled networks differ, and how much one unit changes.
 
-These are Properties 1 and 2 in the appendix of the paper, on which the bound on the variance of VR-PGE rests
-(`study.dispersion` has the formulas). L is the loss on one training batch; all three are means over
-batches, each with masks of its own.
+The bound on the variance of VR-PGE in the appendix of the paper assumes that both are small (Properties 1 and 2;
+`study.dispersion` has the formulas). L is the loss on one training batch; all three are means over batches, each with
+its own masks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 class FlipWatcher:
-    """Measures after every so many epochs of a search, while another watcher looks on.
+    """Measures after every N epochs of a search, and passes all events on to another watcher.
 
     Args:
         settings: what to measure.
         watcher: a display.
-        keep: called with all rows so far, whenever there is a new one.
-        known: rows of a training that was stopped; those behind its checkpoint are measured again.
+        keep: called with all rows after each measurement.
+        known: rows of an interrupted training; those after its checkpoint are measured again.
     """
 
-    program: Program  # given as soon as it is made: it wants its watcher before
+    program: Program  # set after the constructor, because a program needs its watcher first
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class FlipWatcher:
 
 
 def flip_row(method: Method, batches: Iterable[Batch], settings: FlipSettings, epoch: int, seed: int) -> FlipRow | None:
-    """Measure at the present weights and s of a search; None where every s is 0 or 1.
+    """Measure with the current weights and s of a search; None if every s is 0 or 1.
 
-    Every flip of a mask is of the very masks that V is estimated from, so both share most of their noise. The same
-    random numbers are used at every epoch, so curves do not jump because of them.
+    V and V_max are estimated from the same masks, so most of their noise is common. All epochs use the same random
+    numbers, so curves are smooth.
 
     Args:
         batches: `settings.batches` of them.

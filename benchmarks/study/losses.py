@@ -1,4 +1,4 @@
-"""Losses of many sampled sub-networks of a search, as training sees them: with its weights, on batches like its own."""
+"""Losses of sampled networks of a search, with its weights, on training batches."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from slimstart.steps.cuda_graph import Graphed
 
 
 def training_batches(program: Program, num_batches: int, seed: int = 0) -> Iterator[Batch]:
-    """Batches as in training, of epochs that no training has."""
+    """Training batches of epochs that come after the training."""
     first = program.recipe.total_epochs + 1 + seed  # that of `total_epochs` itself is for calibration
     epochs = (program.task.data.train.epoch(number) for number in itertools.count(first))
     return itertools.islice(itertools.chain.from_iterable(epochs), num_batches)
 
 
 def search_in(method: Method) -> tuple[Search, PaperSearch]:
-    """The method as the search that it must be, and its learner, which has the keep-probabilities.
+    """The method as a `Search`, and its learner, which has the keep-probabilities.
 
     Raises:
-        ConfigError: it is none, or its search is over.
+        ConfigError: the method does not search by the paper's policy, or its search is over.
     """
     if not isinstance(method, Search) or not isinstance(method.sparse.learner, PaperSearch):
         raise ConfigError("`method` has no keep-probabilities to study; give --method slimstart, or the run of one")
     if method.sparse.settled:
         raise ConfigError(
-            "the search is over at this checkpoint, and weights have been trained for one mask since; give a run that "
-            "was stopped before, or one with --settle-at 1 and without fine-tuning"
+            "the search is over at this checkpoint, and the weights belong to one mask; give a run that was stopped "
+            "earlier, or one with --settle-at 1 and without fine-tuning"
         )
     return method, method.sparse.learner
 
 
 class MaskedLosses:
-    """L(m) for any mask, of the weights that a search has now, in the mode that they are trained in.
+    """L(m) for any mask, with the current weights of a search, in training mode.
 
-    All masks of a batch meet the same random numbers elsewhere in the network (dropout). Training is left alone: its
-    weights, statistics and random numbers are as before.
+    Other random numbers of the network (dropout) are the same for all masks of a batch. The weights, statistics and
+    random state of the training do not change.
     """
 
     def __init__(self, search: Search) -> None:
@@ -59,11 +59,11 @@ class MaskedLosses:
         self._forward = Graphed(self._run) if sparse.engine == "graphs" else self._run
 
     def __call__(self, masks: Tensor, batch: Batch, seed: int) -> Tensor:
-        """The losses (n,), float64 on the CPU, of raw draws (n, U); the host waits once, at the end.
+        """The losses (n,), float64 on the CPU, of raw draws (n, U); the device is synchronised once, at the end.
 
         Args:
             batch: all batches have one shape.
-            seed: of all that is random in the network.
+            seed: for random operations of the network.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite.
@@ -74,7 +74,7 @@ class MaskedLosses:
             own.copy_(tensor)
         masks, found = masks.to(self._device), torch.empty(len(masks), dtype=torch.float64, device=self._device)
         devices = cuda_devices(self._network.module)
-        # One by one: torch.manual_seed would note the call for a GPU that is not in use, every time.
+        # Not torch.manual_seed, which queues a call for a GPU that is not in use, every time.
         generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
         with torch.no_grad(), torch.random.fork_rng(devices):
             for number, mask in enumerate(masks):

@@ -1,4 +1,4 @@
-"""The figures of a study, as SVG files that stand alone: variances by layer; E[L^2], V and V_max by epoch."""
+"""The figures of studies as SVG files: variances by layer; E[L^2], V and V_max by epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study's record: what `run_study.py` writes. `recipes` fills it, `reports` draws it; torch is not needed.
+"""The record of a study, written by `run_study.py`. It can be read without torch.
 
 Losses are means over a training batch, in nats; variances are of gradients of s. `*_error` are standard errors. What
 could not be known is None. docs/studies.md says how everything is measured.
@@ -55,7 +55,7 @@ class FlipRow:
 
 @dataclass(frozen=True)
 class Study:
-    """One study: with what it was made, and its rows, of one of both kinds."""
+    """One study: facts about the code and the machine, and rows of one of the two kinds."""
 
     command: str
     commit: str | None

@@ -1,9 +1,9 @@
-"""The two studies of the paper's analysis, from a run's folder or a recipe to a record.
+"""The two studies, from a run's folder or a recipe to a record.
 
     study = variance(Run("runs/resnet32"), VarianceSettings(), Place(), Path("variance"))
     study = flip(recipe, FlipSettings(every=10), Place(), Path("flip"))
 
-What is measured is in `study_variance` and `study_flip`.
+`study.variance` and `study.flip` measure.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def variance(
     """Measure the variance of gradients at a run's last checkpoint; the run is left as it is.
 
     Args:
-        run: stopped while it searched, or finished without having settled.
+        run: stopped during its search, or finished without a fixed structure.
         place: where to compute.
         out: folder for `record.json`.
         own_model: see `recipe.read`.
-        looked_on: goes through the batches and may show how far it is.
+        looked_on: wraps the iteration over batches, to show progress.
 
     Raises:
         ConfigError, CheckpointError, DataError: before anything is measured.
     """
     started, file = surroundings.now(), out / "record.json"
     if file.exists():
-        raise ConfigError(f"{out} holds a record already; choose another --out")
+        raise ConfigError(f"{out} already holds a record; choose another --out")
     recipe = run.recipe(own_model)
     _check(recipe)
     program = Program(recipe, run, place)
@@ -60,7 +60,7 @@ def variance(
         raise ConfigError(f"{run.folder} holds no checkpoint; train with a smaller --checkpoint-seconds")
     program.resume()
     search_in(program.method)
-    _make(out)  # only now: whatever can be refused has been
+    _make(out)  # after everything that may be refused
     batches = looked_on(training_batches(program, settings.batches, settings.seed))
     rows = variance_rows(program.method, batches, settings)
     study_records.write(_study(program, settings, started, variance=rows), file)
@@ -68,9 +68,9 @@ def variance(
 
 
 def flip(recipe: Recipe, settings: FlipSettings, place: Place, out: Path, watcher: Watcher | None = None) -> Study:
-    """Train by a recipe and measure V and V_max on the way; the run is in `out/run`, the record in `out/record.json`.
+    """Train by a recipe and measure V and V_max meanwhile; the run is in `out/run`, the record in `out/record.json`.
 
-    After each measurement the record holds all so far. A study that was stopped goes on when it is asked for again.
+    The record is written after each measurement. Called again, an interrupted study continues.
 
     Raises:
         ConfigError: the folder holds another study, the recipe does not search, or nothing could be measured.
@@ -102,13 +102,11 @@ def flip(recipe: Recipe, settings: FlipSettings, place: Place, out: Path, watche
             watching = FlipWatcher(settings, watcher or Unwatched(), keep, known)
             program = watching.program = Program(recipe, run, place, watching)
             search_in(program.method)
-            if not run.exists:  # only now: whatever can be refused has been
+            if not run.exists:  # after everything that may be refused
                 run.create(recipe)
             program.train()
     if not file.exists():
-        raise ConfigError(
-            "nothing was measured: every keep-probability came to 0 or 1 too early; take a smaller --every"
-        )
+        raise ConfigError("nothing was measured: all keep-probabilities were 0 or 1 too early; take a smaller --every")
     return study_records.read(file)
 
 

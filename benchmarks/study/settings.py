@@ -1,4 +1,4 @@
-"""What a study is asked to measure; wrong values are refused here, all at once, before anything is built."""
+"""Settings of studies. Wrong values are refused all at once, before anything is built."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from slimstart.errors import ConfigError
 from slimstart.policies import ESTIMATORS
 
 PLAIN = "_plain"
-"""Behind the name of an estimator: without the preconditioner, alpha = 0."""
+"""Suffix of the name of an estimator: without the preconditioner, alpha = 0."""
 
 
 @dataclass(frozen=True)
 class VarianceSettings:
-    """Of `run_study.py variance`: the first of the estimators is the one that the others are divided by."""
+    """Settings of `run_study.py variance`; variances are divided by that of the first estimator."""
 
     estimators: tuple[str, ...] = ("vr_pge", "pge", "pge_plain")
     batches: int = 16
@@ -38,12 +38,12 @@ class VarianceSettings:
 
 @dataclass(frozen=True)
 class FlipSettings:
-    """Of `run_study.py flip`."""
+    """Settings of `run_study.py flip`."""
 
     every: int = 10  # epochs between two measurements
     batches: int = 8
     draws: int = 16  # masks on each batch
-    channels: int = 64  # of which each is flipped in every mask; all, where there are fewer
+    channels: int = 64  # each is flipped in every mask; all channels if there are fewer
 
     def __post_init__(self) -> None:
         least = {"every": (self.every, 1), "draws": (self.draws, 2), "channels": (self.channels, 1)}

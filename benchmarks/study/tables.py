@@ -1,4 +1,4 @@
-"""Records of studies to tables, in a terminal and in Markdown, and to what they come to, in sentences."""
+"""Tables of studies, in a terminal and in Markdown, and their findings in sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def cells(study: Study) -> list[list[str]]:
 
 
 def findings(study: Study) -> Iterator[str]:
-    """What it comes to beside what the paper reports, as sentences without their full stops."""
+    """The findings and what the paper reports, as sentences without full stops."""
     return _variance_findings(study.variance) if study.variance else _flip_findings(study.flip)
 
 
@@ -60,7 +60,7 @@ def _flip(rows: tuple[FlipRow, ...]) -> list[list[str]]:
 
 
 def _variance_findings(rows: tuple[VarianceRow, ...]) -> Iterator[str]:
-    """How many times the variance of the first estimator the others have, over all layers and at most."""
+    """Variances of estimators divided by that of the first one, over all layers and at most."""
     first, *others = dict.fromkeys(row.estimator for row in rows)
     for name in others:
         known = [row for row in rows if row.estimator == name and row.ratio is not None]
@@ -73,7 +73,7 @@ def _variance_findings(rows: tuple[VarianceRow, ...]) -> Iterator[str]:
 
 
 def _flip_findings(rows: tuple[FlipRow, ...]) -> Iterator[str]:
-    """How far apart E[L^2], V and V_max are, from the least to the most."""
+    """Ratios of E[L^2] and V_max to V, from the smallest to the largest."""
     known = [row for row in rows if row.dispersion > 0]
     if known:
         losses = _span([row.squared_loss / row.dispersion for row in known])

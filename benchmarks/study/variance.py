@@ -1,4 +1,4 @@
-"""Variance of the structure gradient, layer by layer: the estimators beside each other, on the same masks.
+"""Variance of the structure gradient by layer, for several estimators on the same masks.
 
 The paper plots this for VR-PGE and PGE. Here it is the total variance, over masks and batches: for every unit that of
 its entry of the estimate, then the mean over the units of a layer. Units with s at 0 or 1 have no gradient, and are not
@@ -24,11 +24,11 @@ from study.settings import PLAIN, VarianceSettings
 RARE = 10  # masks
 
 Part = tuple[str | None, Tensor]
-"""A layer, and its units with s between 0 and 1; None: all layers."""
+"""A layer, and its units with s between 0 and 1; None means all layers."""
 
 
 def variance_rows(method: Method, batches: Iterable[Batch], settings: VarianceSettings) -> tuple[VarianceRow, ...]:
-    """Measure at the present weights and s of a search: rows of all layers together first, then of every layer.
+    """Measure with the current weights and s of a search: rows of all layers together, then of every layer.
 
     Each estimator takes the masks of a batch in turns, as many at a time as it needs, so that its estimates are
     independent of each other.
@@ -55,7 +55,7 @@ def variance_rows(method: Method, batches: Iterable[Batch], settings: VarianceSe
 
 
 def _gradients(name: str, losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
-    """(R, U): one estimate after the other, each from masks of its own."""
+    """(R, U): independent estimates, each from its own masks."""
     estimator = get_estimator(name.removesuffix(PLAIN))
     n, alpha = estimator.num_masks, 0.0 if name.endswith(PLAIN) else alpha
     starts = range(0, len(losses) - n + 1, n)

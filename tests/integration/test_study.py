@@ -290,7 +290,7 @@ def test_the_watcher_measures_every_so_many_epochs_of_a_search(
 
 def test_a_training_in_which_nothing_was_measured_is_no_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Program, "train", lambda self: None)
-    with pytest.raises(ConfigError, match="nothing was measured: every keep-probability came to 0 or 1 too early"):
+    with pytest.raises(ConfigError, match="nothing was measured: all keep-probabilities were 0 or 1 too early"):
         study.flip(TINY, FLIP, SELDOM, tmp_path)
 
 
@@ -371,7 +371,7 @@ def test_runs_without_a_search_are_refused(flipped: Path, stopped: Path, tmp_pat
     with pytest.raises(ConfigError, match=r"file/below cannot be made.*choose another --out"):
         study.variance(Run(stopped), settings, QUICK, tmp_path / "file" / "below", OWN)
     (tmp_path / "record.json").touch()
-    with pytest.raises(ConfigError, match="holds a record already; choose another --out"):
+    with pytest.raises(ConfigError, match="already holds a record; choose another --out"):
         study.variance(Run(stopped), settings, QUICK, tmp_path, OWN)
 
 
