@@ -167,49 +167,52 @@ UNIFORM = {"method": "uniform"}
 PARTICIPATION = "slimstart.policies.equal_worth.participation"
 SHARE, SMALL = "slimstart.policies.equal_worth.SEARCHED", "slimstart.policies.widths.SMALL"
 VARIANTS = {
-    "uniform": Variant("one share of every group, by hand", recipe=UNIFORM),
+    "uniform": Variant("uniform network: the same fraction of every group", recipe=UNIFORM),
     "front_heavy": Variant(
-        "shares that fall from front to back, by hand", recipe={**UNIFORM, "protocol": "front_heavy"}
+        "fractions set by hand that fall from the first layer to the last",
+        recipe={**UNIFORM, "protocol": "front_heavy"},
     ),
     "random": Variant("random widths", recipe={"method": "random"}),
-    "equal_worth": Variant("as it is"),
-    "frozen": Variant("its start, to the end", Frozen),
-    "cost_blind": Variant("units that are worth the same, whatever they cost", CostBlind),
-    "any_unit": Variant("which units leave is left to chance", AnyUnit),
-    "clipped_behind": Variant("a round is clipped when neighbours have been drawn together", ClippedBehind),
-    "fine_search": Variant("widths are multiples in the last round only", FineSearch),
+    "equal_worth": Variant("the default"),
+    "frozen": Variant("the first structure until the end", Frozen),
+    "cost_blind": Variant("importance is not divided by the cost of a unit", CostBlind),
+    "any_unit": Variant("random units are removed, not the least important ones", AnyUnit),
+    "clipped_behind": Variant("changes of width are limited after the pull, not before", ClippedBehind),
+    "fine_search": Variant("widths are multiples of 8 in the last round only", FineSearch),
     **{f"first={f:g}": Variant(f"{f:g} times the budget at first", Gradual, {"first": f}) for f in (0.4, 1.5, 1.7, 2)},
-    "frozen_first=2": Variant("twice the budget at first, and equal shares", GradualFrozen, {"first": 2}),
+    "frozen_first=2": Variant("twice the budget at first, uniform widths", GradualFrozen, {"first": 2}),
     "epochs=47": Variant("47 epochs", recipe={"epochs": 47}),
     "steady": Variant("the rate does not fall", Steady),
-    "pull=0": Variant("neighbours are not drawn together", settings={"pull": 0}),
+    "pull=0": Variant("no pull", settings={"pull": 0}),
     **{f"pull={p:g}": Variant(f"a pull of {p:g}", settings={"pull": p}) for p in (0.5, 1, 2, 4, 16)},
-    "redundant": Variant("units that say the same count in full", constants={PARTICIPATION: _all_of_them}),
-    "centred": Variant("of gradients less their mean", constants={PARTICIPATION: _centred}),
-    "half": Variant("that units say the same counts half", constants={PARTICIPATION: _half_of_it}),
-    "fourfold": Variant("four units may say the same, and count in full", constants={PARTICIPATION: _four_to_each}),
+    "redundant": Variant("redundant units count in full", constants={PARTICIPATION: _all_of_them}),
+    "centred": Variant("redundancy of gradients less their mean", constants={PARTICIPATION: _centred}),
+    "half": Variant("redundancy counts half", constants={PARTICIPATION: _half_of_it}),
+    "fourfold": Variant("up to four redundant units count in full", constants={PARTICIPATION: _four_to_each}),
     **{f"rate={r:g}": Variant(f"a first rate of {r:g}", settings={"rate": r}) for r in (0.25, 0.4)},
-    **{f"share={s:g}": Variant(f"a search of {s:.1%}", constants={SHARE: s}) for s in (0.036, 0.1, 0.3, 0.4, 0.5, 0.6)},
+    **{
+        f"share={s:g}": Variant(f"a search of {100 * s:g} % of the training", constants={SHARE: s})
+        for s in (0.036, 0.1, 0.3, 0.4, 0.5, 0.6)
+    },
     **{f"align={a}": Variant(f"widths in steps of {a}", recipe={"align": a}) for a in (1, 2, 4)},
-    "small=4": Variant("multiples of 8 in groups of 32 too", constants={SMALL: 4}),
-    "rounds=4": Variant("four rounds, as long in all", settings={"rounds": 4}),
+    "small=4": Variant("multiples of 8 also in groups of 32", constants={SMALL: 4}),
+    "rounds=4": Variant("four rounds in the same time", settings={"rounds": 4}),
 }
 
 
 def variant_of(name: str) -> Variant:
-    """One of `VARIANTS`, or several of them in one."""
+    """One of `VARIANTS`, or a combination, with plus signs."""
     return functools.reduce(operator.add, (VARIANTS[part] for part in name.split("+")))
 
 
 def change_of(name: str) -> variants.Change:
-    """By the name of a variant."""
+    """The change of a variant, by its name."""
     variant = variant_of(name)
-
     policy = Ablated(search=variant.search, **variant.settings)
     pieces = {"slimstart.policies.named.POLICIES": {**POLICIES, "equal_worth": policy}, **variant.constants}
     return variants.Change(variant.text, {"policy": "equal_worth", **variant.recipe}, pieces)
 
 
 if __name__ == "__main__":
-    about = f"of {', '.join(VARIANTS)}; with commas, and several in one with a plus"
+    about = f"Variants, separated by commas; combinations with +. Known are {', '.join(VARIANTS)}."
     variants.main("ablation", __doc__, change_of, "uniform,equal_worth", about, model="vgg19")

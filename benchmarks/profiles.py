@@ -25,18 +25,18 @@ from slimstart.policies import BoundBudget, Budget
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Factors on one common share of all widths of a CIFAR ResNet.
+    """Factors on the widths of a uniform CIFAR ResNet.
 
     Attributes:
-        text: for the table.
-        inner: on filters within blocks, which nobody outside sees.
-        written: on filters that blocks add to the stream.
-        span: the stream is so many times as wide as what the stem or the shortcut writes, and blocks write one behind
-            the other on it, all around; 0: all write its first channels.
-        first: on everything of the stem and the first stage.
-        last: on everything of the last stage.
-        inner_first: on filters within blocks of the first stage.
-        every_other: on filters within every second block.
+        text: description for the table.
+        inner: factor on filters within blocks.
+        written: factor on filters that blocks add to the stream.
+        span: width of the stream divided by that of the stem or the shortcut; blocks write to consecutive channels of
+            it, and start again at the first. 0: all blocks write to the first channels.
+        first: factor on all widths of the stem and the first stage.
+        last: factor on all widths of the last stage.
+        inner_first: factor on filters within blocks of the first stage.
+        every_other: factor on filters within every second block.
     """
 
     text: str
@@ -49,7 +49,7 @@ class Profile:
     every_other: float = 1.0
 
     def width(self, name: str, size: int, share: float) -> float:
-        """Of the group of a layer, when all those of the profile would be `share` of their size without its factors."""
+        """The width of the group of a layer; without factors, every width would be `share` of its size."""
         stage, block = _place(name)
         width = share * size * {0: self.first, 1: self.first, 3: self.last}.get(stage, 1.0)
         if "conv1" in name:
@@ -60,23 +60,29 @@ class Profile:
 
 
 PROFILES = {
-    "uniform": Profile("one share of every group"),
+    "uniform": Profile("the same fraction of every group"),
     "front": Profile("a wide first stage, a thin last one", first=1.4, last=0.75),
     "back": Profile("a thin first stage, a wide last one", first=0.75, last=1.25),
-    "far_back": Profile("the same, further", first=0.55, last=1.4),
+    "far_back": Profile("a thinner first stage, a wider last one", first=0.55, last=1.4),
     "wide_blocks": Profile("wide blocks on a thin stream", inner=1.5),
     "wide_streams": Profile("thin blocks on a wide stream, a wide last stage", inner=0.6, last=1.3),
     "no_first_stage": Profile("hardly any first stage, a wide last one", inner_first=0.2, last=1.3),
-    "no_first_stage_wide_streams": Profile("the same on wide streams", inner_first=0.2, inner=0.7, last=1.4),
-    "every_other": Profile("every second block hardly there", every_other=0.2),
-    "half": Profile("blocks write half of the stream, all the same", written=0.5),
-    "spread": Profile("blocks write one behind the other on a stream three times as wide", span=3),
-    "spread_half": Profile("the same, half as many", span=3, written=0.5),
-    "spread_third": Profile("the same, a third as many", span=3, written=0.35),
-    "spread_fifth": Profile("the same, a fifth as many", span=3, written=0.2),
-    "spread_back": Profile("spread and back", span=3, first=0.75, last=1.25),
-    "spread_third_front": Profile("spread_third and front", span=3, written=0.35, first=1.4, last=0.75),
-    "spread_third_every_other": Profile("spread_third and every_other", span=3, written=0.35, every_other=0.2),
+    "no_first_stage_wide_streams": Profile(
+        "hardly any first stage, a wide last one, wide streams", inner_first=0.2, inner=0.7, last=1.4
+    ),
+    "every_other": Profile("every second block very thin", every_other=0.2),
+    "half": Profile("all blocks write to the same half of the stream", written=0.5),
+    "spread": Profile("blocks write to consecutive channels of a stream three times as wide", span=3),
+    "spread_half": Profile("the same, with half of the written filters", span=3, written=0.5),
+    "spread_third": Profile("the same, with a third of the written filters", span=3, written=0.35),
+    "spread_fifth": Profile("the same, with a fifth of the written filters", span=3, written=0.2),
+    "spread_back": Profile("spread, a thin first stage and a wide last one", span=3, first=0.75, last=1.25),
+    "spread_third_front": Profile(
+        "spread_third, a wide first stage and a thin last one", span=3, written=0.35, first=1.4, last=0.75
+    ),
+    "spread_third_every_other": Profile(
+        "spread_third, every second block very thin", span=3, written=0.35, every_other=0.2
+    ),
 }
 
 
@@ -132,7 +138,7 @@ def change_of(name: str) -> variants.Change:
         return trace(model, example, coupling="filter")
 
     pieces = {"slimstart.lab.run.make_method.uniform": uniform, "slimstart.lab.run.make_method.trace": by_filter}
-    return variants.Change("these widths" if widths else PROFILES[name].text, {"method": "uniform"}, pieces)
+    return variants.Change("the width of each group" if widths else PROFILES[name].text, {"method": "uniform"}, pieces)
 
 
 if __name__ == "__main__":

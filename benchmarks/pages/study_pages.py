@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import ablation
+import profiles
 import variant_tables
 from study import tables as study_tables
 
@@ -16,6 +18,14 @@ from slimstart.lab.reports.tables import escaped, markdown_table
 
 BACK = "[All experiments](../results.md#all-experiments)."
 TITLES = {"ablation": "Ablation of equal worth", "profiles": "Width profiles by hand"}
+FORMER_VARIANTS = {
+    "anew": "training starts again with new weights once widths are found",
+    "finer": "multiples of 8 in the last round only, smaller steps for groups that would get fewer than two",
+    "nearest": "widths are rounded to the nearest multiple of 8",
+    "staying": "a width changes only if it differs from what is wanted by a step or more",
+}
+VARIANTS = {name: one.text for name, one in ablation.VARIANTS.items()} | FORMER_VARIANTS
+PROFILES = {name: profile.text for name, profile in profiles.PROFILES.items()}
 FOLDER = "ablation"  # of the records of both
 
 
@@ -42,14 +52,20 @@ def figure_name(place: str) -> str:
 def variants(results: Results, kind: str) -> str:
     """The page of the benchmark `ablation` or `profiles`: a table for each network, compared with uniform."""
     found = {place: record for place, record in results.benchmarks.items() if record.get("benchmark") == kind}
-    lines = [GENERATED, "", f"# {TITLES[kind]}"]
+    lines = [
+        GENERATED,
+        "",
+        f"# {TITLES[kind]}",
+        "",
+        "[Widths](../widths.md) explains the variants and says what was learned from them.",
+    ]
     if text := results.texts.get(FOLDER) if kind == FOLDER else None:
         lines += ["", text.strip()]
     folders = sorted({place.rpartition("/")[0] for place in found})
     lines += ["", f"Records: {', '.join(f'[results/{folder}](../../results/{folder})' for folder in folders)}."]
-    texts: dict[str, str] = {}
-    for record in found.values():
-        texts |= record["texts"]
+    texts = {
+        name: _description(kind, name, text) for record in found.values() for name, text in record["texts"].items()
+    }
     uniform = _tables(record for record in results.benchmarks.values() if record.get("benchmark") == "ablation")
     for key, rows in sorted(_tables(found.values()).items()):
         model, data, epochs, validation = key
@@ -59,6 +75,13 @@ def variants(results: Results, kind: str) -> str:
         compared = [row for row in uniform.get(key, []) if row["variant"] == "uniform"]
         lines += ["", *markdown_table(list(variant_tables.cells(rows, texts, compared)), variant_tables.TEXTS)]
     return "\n".join([*lines, "", BACK]) + "\n"
+
+
+def _description(kind: str, variant: str, recorded: str) -> str:
+    """What a variant changes, as scripts describe it now; if they do not know it any more, as its record does."""
+    known = {"profiles": PROFILES, "ablation": VARIANTS}[kind]
+    parts = variant.split("+")
+    return "; ".join(known[part] for part in parts) if known.keys() >= set(parts) else recorded
 
 
 def _tables(found: Any) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:

@@ -358,7 +358,7 @@ def test_variants_are_compared_with_uniform(tmp_path: Path) -> None:
         if kind == "ablation":
             rows.append({"variant": "random", "budget": budget, "seed": seed, "failure": "it failed"})
         settings = {"model": "vgg19", "data": "cifar10", "epochs": 40, "validation": 5000}
-        texts = {"narrow": "by hand", "equal_worth": "as it is", "random": "by chance", "half": f"a {kind}"}
+        texts = {"narrow": "by hand", "equal_worth": "as it is", "random": "by chance", "tried": f"a {kind}"}
         record = {"benchmark": kind, **settings, "texts": texts, "rows": rows}
         (tmp_path / "ablation").mkdir(exist_ok=True)
         (tmp_path / "ablation" / name).write_text(json.dumps(record))
@@ -367,18 +367,18 @@ def test_variants_are_compared_with_uniform(tmp_path: Path) -> None:
         text = make_results.study_pages.variants(stored.read(tmp_path), kind)
         return [line for line in text.splitlines() if line.startswith("| ")][2:]
 
-    add("a.json", 0, half=87.0, narrow=88.0, equal_worth=90.0)  # `narrow` is the former name
+    add("a.json", 0, tried=87.0, narrow=88.0, equal_worth=90.0)  # `narrow` is the former name
     add("b.json", 1, narrow=89.0, equal_worth=89.5)
     assert rows("ablation") == [
-        "| uniform | by hand | 88.50 ± 0.71 | 2 |",
-        "| equal\\_worth | as it is | 89.75 ± 0.35 (+1.25) | 2 |",
-        "| half | a ablation | 87.00 (−1.50) | 1 |",
-        "| random | by chance | – | 0 |",
+        "| uniform | uniform network: the same fraction of every group | 88.50 ± 0.71 | 2 |",  # as the script says now
+        "| equal\\_worth | the default | 89.75 ± 0.35 (+1.25) | 2 |",
+        "| tried | a ablation | 87.00 (−1.50) | 1 |",  # which the script does not know
+        "| random | random widths | – | 0 |",
     ]
-    add("c.json", 0, "profiles", half=88.7)
-    assert rows("profiles") == ["| half | a profiles | 88.70 (+0.20) | 1 |"]
+    add("c.json", 0, "profiles", tried=88.7)
+    assert rows("profiles") == ["| tried | a profiles | 88.70 (+0.20) | 1 |"]
     add("d.json", 0, budget="flops=0.02", equal_worth=80.0)
-    assert rows("ablation")[1] == "| equal\\_worth | as it is | 89.75 ± 0.35 (+1.25) | 80.00 | 2, 1 |"
+    assert rows("ablation")[1] == "| equal\\_worth | the default | 89.75 ± 0.35 (+1.25) | 80.00 | 2, 1 |"
     add("e.json", 1, equal_worth=89.5)
     with pytest.raises(ValueError, match="two rows of seed 1"):
         rows("ablation")
