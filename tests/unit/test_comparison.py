@@ -132,14 +132,11 @@ def test_the_default_number_of_epochs_includes_fine_tuning() -> None:
 
 
 def test_given_retraining_settings_take_precedence() -> None:
-    given = {"finetune_epochs": 6, "finetune_lr": 0.5}
-    (ours,) = trials(BASE, ["slimstart:paper"], ["flops=0.1"], total_epochs=10, retraining=given)
-    assert (ours.recipe.epochs, ours.recipe.finetune_epochs, ours.recipe.finetune_lr) == (4, 6, 0.5)
-
-
-def test_rounds_apply_to_pruning_methods() -> None:
-    found = trials(BASE, ["uniform", "l1", "slimstart"], ["flops=0.1"], total_epochs=8, retraining={"rounds": 3})
-    assert [trial.recipe.rounds for trial in found] == [1, 3, 1]
+    given = {"finetune_epochs": 6, "finetune_lr": 0.5, "rounds": 3}
+    found = trials(BASE, ["slimstart:paper", "uniform", "l1"], ["flops=0.1"], total_epochs=10, retraining=given)
+    ours = found[0].recipe
+    assert (ours.epochs, ours.finetune_epochs, ours.finetune_lr) == (4, 6, 0.5)
+    assert [trial.recipe.rounds for trial in found] == [1, 1, 3]  # for methods that prune
 
 
 def test_trials_of_shallow_are_of_that_contender_alone() -> None:

@@ -235,12 +235,6 @@ def test_folders_without_a_data_set_are_refused(tmp_path: Path) -> None:
         images_of(tmp_path)
 
 
-def test_wrong_arguments_are_refused(folder: Path) -> None:
+def test_a_wrong_image_size_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="`image_size` is 0; it must be 1 or more"):
         images_of(folder, image_size=0)
-    with pytest.raises(ConfigError, match="`batch_size` is 19; it must be from 1 to 18"):
-        images_of(folder, batch_size=19)
-    with pytest.raises(ConfigError, match="`validation` is 18; it takes images from the 18"):
-        images_of(folder, validation=18)
-    with pytest.raises(ConfigError, match="`start` is 5; an epoch has 4 batches"):
-        images_of(folder).train.epoch(0, start=5)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from slimstart.flop_counter import counting, flops
 from slimstart.lab import models
-from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.recipes.recipe import METHODS, Recipe
 from slimstart.lab.run.make_method import Fixed, Relaxed, Search, make_method
 from slimstart.lab.run.train_cost import Ledger, first_layers, formula_flops
 
@@ -66,23 +66,18 @@ def test_first_layers_of_a_network_with_two_inputs() -> None:
     "settings",
     [
         {"budget": "flops=0.3", "policy": "paper"},
-        pytest.param({"method": "dense", "budget": None}, marks=pytest.mark.slow),
-        pytest.param({"method": "uniform", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"budget": "flops=0.3", "policy": "paper", "coupling": "stream", "resample_every": 3},
-            marks=pytest.mark.slow,
+        *(
+            pytest.param({"budget": "flops=0.3"} | settings, marks=pytest.mark.slow)
+            for settings in (
+                *({"method": name} for name in METHODS if name not in ("slimstart", "dense")),
+                {"method": "dense", "budget": None},
+                {"policy": "equal_worth"},
+                {"policy": "paper", "coupling": "stream", "resample_every": 3},
+                {"policy": "paper", "align": 4},
+                {"policy": "paper", "estimator": "pge", "budget": "channels=0.5"},
+                {"policy": "paper", "estimator": "gumbel"},
+            )
         ),
-        pytest.param({"budget": "flops=0.3", "policy": "paper", "align": 4}, marks=pytest.mark.slow),
-        pytest.param({"budget": "channels=0.5", "policy": "paper", "estimator": "pge"}, marks=pytest.mark.slow),
-        pytest.param({"budget": "flops=0.3", "policy": "equal_worth"}, marks=pytest.mark.slow),
-        pytest.param({"method": "random", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"method": "l1", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"method": "soft", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"method": "thinet", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"method": "provable", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"method": "slimming", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"method": "grow-efficient", "budget": "flops=0.3"}, marks=pytest.mark.slow),
-        pytest.param({"policy": "paper", "estimator": "gumbel", "budget": "flops=0.3"}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
