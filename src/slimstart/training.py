@@ -49,7 +49,7 @@ from slimstart.steps.engine import Stepping, assemble
 from slimstart.steps.final_mask import as_loss, choose_mask, first_batches
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import StepHooks, check_optimizers, fuse, unfuse
-from slimstart.steps.structure import Progress, Structure
+from slimstart.steps.structure import Progress
 from slimstart.steps.unit_gradients import UnitGradients
 from slimstart.steps.wrappers import check_model, network_of, uncompiled, unwrapped_model
 
@@ -137,17 +137,18 @@ class SparseTraining(Stepping):
         self.learner: Learner = self.policy.start(self.graph.costs, budget, total_steps)
         gradients = None
         if self.policy.learns_from == "gradients":
-            gradients = UnitGradients.for_learner(self.learner, self.graph, self.model, self._optimizers, examples)
-            self.learner.to(device or device_of(self.model))  # type: ignore[attr-defined]  # `for_learner` checks it
+            place = device or device_of(self.model)
+            gradients = UnitGradients.for_learner(
+                self.learner, self.graph, self.model, self._optimizers, examples, place
+            )
         self.num_examples: float = 0
         self.building_seconds = 0.0
         self._finished = False
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
-        parts = assemble(
-            self.model, self._optimizers, self.graph, self.policy, self.learner, self._backward, engine, device
+        self._structure, self._steps, self._eager = assemble(
+            self.model, self._optimizers, self.graph, self.learner, gradients, self._backward, engine, device
         )
-        self._networks, self._steps, self._eager = parts.networks, parts.steps, parts.eager
-        self._structure = Structure(parts.networks, self.learner, parts.drawing, gradients)
+        self._networks = self._structure.networks
         masks = self.learner.draw()
         if not pretrained and gradients is not None:  # only now: nothing can be refused any more
             suit_(self.model, self.graph.select(masks[0]))

@@ -1,11 +1,10 @@
-"""The choice between eager and captured steps, and the objects that a training needs for either."""
+"""The choice between eager and captured steps, and what a training needs for either."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,12 +15,14 @@ from slimstart.distributed.process_group import process_group
 from slimstart.graph import ChannelGraph
 from slimstart.kernels import use_triton
 from slimstart.narrow import Networks, Planner
-from slimstart.policies import DeviceLearner, Learner, Policy
+from slimstart.policies import DeviceLearner, Learner
 from slimstart.steps.depthwise_mode import AllWidths
 from slimstart.steps.drawing import DeviceDrawing, Drawing
 from slimstart.steps.eager import Backward, check_finite
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import fuse
+from slimstart.steps.structure import Structure
+from slimstart.steps.unit_gradients import UnitGradients
 from slimstart.steps.wrappers import data_parallel_around
 
 ENGINES = ("auto", "eager", "graphs")
@@ -95,42 +96,32 @@ def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str
     return "eager", reason
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """The objects of a training.
-
-    Attributes:
-        networks: the model and its references.
-        drawing: the source of masks, which learns from losses.
-        steps: captured steps, or None.
-        eager: the reason for no captured steps.
-    """
-
-    networks: Networks
-    drawing: Drawing
-    steps: Steps | None
-    eager: str | None
-
-
 def assemble(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     graph: ChannelGraph,
-    policy: Policy,
     learner: Learner,
+    gradients: UnitGradients | None,
     backward: Backward,
     engine: str,
     device: torch.device | None,
-) -> Assembly:
-    """Choose the engine and make the objects for it; arguments as for `SparseTraining`.
+) -> tuple[Structure, Steps | None, str | None]:
+    """Choose the engine, and whether networks have spare capacity and tensors keep their addresses.
 
     Args:
+        model, optimizers, graph, engine: as in `SparseTraining`.
+        learner: running state of the policy.
+        gradients: unit gradients, for a policy that learns from gradients.
+        backward: backward and update.
         device: device of the narrow networks, where dense weights are stored on the host.
+
+    Returns:
+        The structure, the captured steps or None, and the reason for None.
 
     Raises:
         ValueError: this engine is not possible.
     """
-    place, padding, from_losses = device or device_of(model), learner.padding, policy.learns_from == "losses"
+    place, padding, from_losses = device or device_of(model), learner.padding, gradients is None
     on_host = device is not None and from_losses
     chosen, reason = _choose_for_learner(model, optimizers, learner, engine, place, on_host)
     if engine == "graphs" and chosen == "eager":
@@ -140,13 +131,13 @@ def assemble(
     static = chosen == "graphs" and planner is not None and from_losses
     networks = Networks(model, optimizers, graph, planner, static, device)
     if chosen == "eager":
-        return Assembly(networks, Drawing(learner), None, reason)
+        return Structure(networks, learner, Drawing(learner), gradients), None, reason
     losses = torch.zeros(learner.num_masks, dtype=torch.float64, device=place)
     steps = Steps(networks, backward, losses)
     drawing = Drawing(learner)
     if static and isinstance(learner, DeviceLearner) and learner.capturable:
         drawing = DeviceDrawing(learner, networks, losses, steps.ok, steps.side)
-    return Assembly(networks, drawing, steps, None)
+    return Structure(networks, learner, drawing, gradients), steps, None
 
 
 def _choose_for_learner(

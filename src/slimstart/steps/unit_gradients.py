@@ -77,8 +77,9 @@ class UnitGradients:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         example_inputs: Any,
+        device: torch.device,
     ) -> UnitGradients:
-        """Unit gradients for a learner, in which the widths of unobservable units are frozen.
+        """Unit gradients for a learner, which freezes the widths of unobservable units and moves to a device.
 
         Raises:
             TypeError: the learner cannot learn from gradients.
@@ -93,6 +94,7 @@ class UnitGradients:
                 "no width can be learned: every channel group is read by something other than a trained Conv or "
                 "Linear layer"
             )
+        learner.to(device)
         return gradients
 
     def prepare(self, networks: Networks) -> None:
