@@ -110,12 +110,6 @@ def test_links_lead_somewhere() -> None:
                 assert found or path.name == "api.md", f"{document}: {target}#{anchor}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_no_paragraph_is_broken_by_a_marker(document: str) -> None:
-    """A comment at the beginning of a line ends the paragraph before it, on the site and on GitHub."""
-    assert not re.findall(r"^<!-- results:[^>]*-->\S.*", read(document), re.MULTILINE)
-
-
 def test_the_version_is_named() -> None:
     version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
     assert f"\nversion: {version}\n" in read("CITATION.cff")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import slimstart
-from examples import larger_than_the_card, own_model, training_loop
+from examples import larger_than_the_card, own_data, own_model, training_loop
 from slimstart.lab import data, models, records
 from slimstart.lab.cli import main
 from tests.datasets import random_arrays, small_cifar
@@ -42,6 +42,15 @@ def test_own_model_runs_as_its_docstring_shows(
     assert record.flops_ratio <= 0.2
     small = slimstart.load(tmp_path / "run" / "network", lambda: own_model.make(10, 3))
     assert slimstart.flops(small, torch.zeros(1, 3, 32, 32)) == record.flops
+
+
+def test_own_data_trains_as_its_docstring_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (line,) = re.findall(r"^ +slimstart (.*)", own_data.__doc__ or "", re.M)
+    tiny = ["--width", "0.25", "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert run(monkeypatch, *shlex.split(line), *tiny) == 0
+    record = records.read(tmp_path / "run")
+    assert (record.data, record.num_classes, record.image_shape) == ("examples.own_data:make", 4, (1, 28, 28))
+    assert record.accuracy > 50  # of four classes
 
 
 def test_a_network_larger_than_the_device_is_trained_within_its_budget(capsys: pytest.CaptureFixture[str]) -> None:

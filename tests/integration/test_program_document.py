@@ -19,7 +19,11 @@ from slimstart.lab.run.comparison import trials
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "program.md").read_text(encoding="utf-8")
-SHOWN = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "own_model.py")
+SHOWN = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / "examples" / f"own_{name}.py" for name in ("model", "data")),
+)
 
 
 def command_lines(text: str) -> list[str]:
