@@ -96,7 +96,7 @@ def test_changed_settings_and_locked_runs_are_refused(slimstart: Slimstart, tmp_
     arguments = ["--methods", "uniform", "--budget", "flops=0.4", "--epochs", 3, "--out", "both", *COMMON]
     status, _, errors = slimstart("compare", *arguments, "--lr", 0.3)
     assert status == 2
-    assert "uniform-flops-0.4-seed0 was begun with other settings: `lr` was 0.1 and is 0.3; choose another" in errors
+    assert "uniform-flops-0.4-seed0 began with other settings: `lr` was 0.1 and is 0.3; choose another" in errors
     with run.locked():
         status, _, errors = slimstart("compare", *arguments)
     assert status == 2

@@ -200,6 +200,6 @@ def test_changed_settings_of_a_run_are_named(tmp_path: Path) -> None:
     Run(tmp_path / first[1].name).create(first[1].recipe)
     refuse_changes(first, tmp_path)
     changed = trials(BASE, ["uniform", "slimstart"], ["flops=0.1"], total_epochs=6)
-    message = r"slimstart-flops-0.1-seed0 was begun with other settings: `epochs` was 12 and is 6; choose another --out"
+    message = r"slimstart-flops-0.1-seed0 began with other settings: `epochs` was 12 and is 6; choose another --out"
     with pytest.raises(ConfigError, match=message):
         refuse_changes(changed, tmp_path)

@@ -1,4 +1,4 @@
-"""Who looks on while a run trains: a protocol, and the one who does not care."""
+"""Progress callbacks of a run: their protocol, and the default, which ignores them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Status:
 
 
 class Watcher(Protocol):
-    """A display; it may ask to stop."""
+    """Callbacks of a display, which may ask to stop."""
 
     @property
     def stop_requested(self) -> bool:
-        """Asked after every step."""
+        """Whether the run should save and stop; read after every step."""
 
     def status(self, status: Status) -> None:
-        """A few times per second."""
+        """Called a few times per second."""
 
     def epoch(self, epoch: Epoch) -> None:
-        """After every epoch."""
+        """Called after every epoch."""
 
     def downloading(self, done: int, total: int | None) -> None:
-        """Bytes of a download."""
+        """Called with the bytes of a download that are done, and their total."""
 
     def resumed(self, epoch: int, batch: int) -> None:
-        """The run goes on in this epoch, behind so many batches."""
+        """Called when the run continues in this epoch, after this number of its batches."""
 
 
 class Unwatched:
-    """Nobody looks on."""
+    """Callbacks that do nothing."""
 
     stop_requested = False
 
@@ -57,5 +57,5 @@ class Unwatched:
     def resumed(self, epoch: int, batch: int) -> None: ...
 
 
-class Interrupted(Exception):  # noqa: N818  no error: a wish of the user's
+class Interrupted(Exception):  # noqa: N818  not an error: the user asked for it
     """Training stopped on request, with everything saved."""

@@ -1,15 +1,15 @@
-"""A comparison: several methods on one network, for the same epochs, budgets and seeds; each of its runs can go on.
+"""Comparisons: several methods on one network with the same epochs, budgets and seeds; each run can be resumed.
 
     for trial in trials(recipe, ["uniform", "l1", "slimstart"], ["flops=0.1"], num_seeds=3, total_epochs=40):
         outcome = carry_out(trial, folder)
 
-All contenders have equally many epochs, and spend them as `plan` says:
+All contenders have the same number of epochs, and spend them as `plan` says:
 
 | contender | epochs |
 |---|---|
 | slimstart, dense, uniform, shallow, random, soft | all in one schedule; shallow tries its networks in others |
 | slimstart:paper or another estimator, grow-efficient | 300 of 340 search, the rest fine-tunes, as in the release |
-| l1, thinet, provable, slimming; soft:uniform | half train the dense network, half retrain the pruned one likewise |
+| l1, thinet, provable, slimming; soft:uniform | half train the dense network, half retrain the pruned one |
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slimstart.policies import POLICIES, get_policy
 
 SEARCHING = ("slimstart", "grow-efficient")
 FINETUNE_SHARE = 40 / 340
-# A run may fail by these, and others may not; out of memory on a CPU has no class of its own, see `_concerns_one_run`.
+# Errors by which one run may fail without ending the comparison; see `_concerns_one_run`.
 FAILURES = (BudgetError, NonFiniteLossError, TraceError, MemoryError, torch.OutOfMemoryError)
 
 
@@ -54,7 +54,7 @@ class Contender:
 
     @property
     def changes(self) -> dict[str, str]:
-        """The fields of a recipe that it stands for."""
+        """The changes of a recipe that make it this contender."""
         if self.variant is None:
             return {"method": self.method}
         if self.method != "slimstart":
@@ -68,7 +68,7 @@ def contender(text: str) -> Contender:
     """`NAME` or `NAME:VARIANT`.
 
     Raises:
-        ConfigError: there is no such method, or it has no variants. Whether there is such a variant, the recipe says.
+        ConfigError: there is no such method, or it has no variants. The recipe refuses unknown variants.
     """
     method, colon, variant = (part.strip() for part in text.partition(":"))
     method = present_name(method)
@@ -90,7 +90,7 @@ def plan(entrant: Contender, recipe: Recipe, total_epochs: int, finetune_epochs:
         total_epochs: all that it has.
         finetune_epochs: takes the place of the share that would be retraining, for contenders that have one.
     """
-    # Soft pruning is the one that prunes while it trains, if it is not to cut once like the others.
+    # Soft pruning prunes while it trains; its variant `uniform` cuts once, like the others.
     soft = entrant.method == "soft" and entrant.changes.get("protocol", recipe.protocol) != "uniform"
     pruning_trained = entrant.method in PRUNERS and not soft
     policy = get_policy(entrant.changes.get("policy", recipe.policy))
@@ -123,7 +123,7 @@ def trials(
     """All runs of a comparison, seed by seed, so that those that are done can be compared.
 
     Args:
-        recipe: what all have in common.
+        recipe: settings that all runs share.
         methods: as `contender` reads them.
         budgets: of each contender but dense, which has none and runs once for each seed.
         total_epochs: of each contender; those of the recipe, with fine-tuning, if not given.
@@ -172,7 +172,7 @@ def _trial(
         own["rounds"] = 1
     if entrant.method != "shallow":
         own.pop("trial_epochs", None)
-    if entrant.method == "grow-efficient" or entrant.variant in RELAXATIONS:  # what was chosen for ours is not theirs
+    if entrant.method == "grow-efficient" or entrant.variant in RELAXATIONS:  # settings chosen for our method
         own |= {"structure_lr": None, "settle_at": 1.0}
     limit = None if entrant.method == "dense" else budget
     try:
@@ -186,7 +186,7 @@ def _trial(
 def refuse_changes(
     planned: Iterable[Trial], folder: Path, own_model: str | None = None, own_data: str | None = None
 ) -> None:
-    """Raise a ConfigError if a run in the folder was begun with another recipe than it would now have.
+    """Raise a ConfigError if a run in the folder began with another recipe than the planned one.
 
     Args:
         own_model, own_data: as for `recipe.read`.
@@ -199,14 +199,12 @@ def refuse_changes(
                 f"`{name}` was {begun[name]} and is {wanted[name]}" for name in begun if begun[name] != wanted[name]
             ]
             if changed:
-                raise ConfigError(
-                    f"{run.folder} was begun with other settings: {', '.join(changed)}; choose another --out"
-                )
+                raise ConfigError(f"{run.folder} began with other settings: {', '.join(changed)}; choose another --out")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial: its record, or why there is none."""
+    """The result of a trial: its record, or why there is none."""
 
     trial: Trial
     record: Record | None = None
@@ -214,9 +212,9 @@ class Outcome:
 
 
 def carry_out(trial: Trial, folder: Path, place: Place | None = None, watcher: Watcher | None = None) -> Outcome:
-    """Run a trial in its folder, go on with it, or read its record if it is finished.
+    """Run a trial in its folder, resume it, or read its record if it is finished.
 
-    A run that fails for a reason of its own (`FAILURES`) is an outcome; what concerns the others too is raised.
+    A failure that concerns this run only (`FAILURES`) is an outcome; others are raised.
 
     Raises:
         Interrupted: the watcher asked to stop; the state is saved.
@@ -229,18 +227,18 @@ def carry_out(trial: Trial, folder: Path, place: Place | None = None, watcher: W
         _forget_the_last(place)
         try:
             program = Program(trial.recipe, run, place, watcher)
-            if not run.exists:  # only now: whatever can be refused has been
+            if not run.exists:  # after everything that can be refused
                 run.create(trial.recipe)
             return Outcome(trial, program.train())
         except Exception as error:
             if not _concerns_one_run(error):
                 raise
-            # The text alone: the error itself would keep the network in memory.
+            # Only the text is kept: the error itself would keep the network in memory.
             return Outcome(trial, failure=" ".join(str(error).split()) or type(error).__name__)
 
 
 def _forget_the_last(place: Place) -> None:
-    """The memory of a GPU that one run took is neither missing in the next one nor counted as its own."""
+    """Free the GPU memory of the last run, so that the next one has it, and does not count it as its own."""
     device = surroundings.find_device(place.device)
     if device.type == "cuda":
         gc.collect()

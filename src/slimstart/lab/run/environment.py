@@ -1,4 +1,4 @@
-"""What is around a run: where it computes, precision switches, generators, memory, and the facts for its record."""
+"""The environment of a run: device, precision switches, generators, memory, and the facts for its record."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ BATCH_NORMS = ("synchronised", "per-rank")
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a run computes; none of it is meant to change a result."""
+    """Where and how a run computes; nothing here is meant to change a result."""
 
     device: str = "auto"
     data_dir: Path | None = None
     workers: int = 4  # that read image folders
     download: bool = True
     checkpoint_seconds: float = 60.0
-    step_times: bool = False  # measured at the end, beside the dense and the uniform network
-    engine: str = "auto"  # "eager", "graphs", or what is best here
-    batch_norm: str = "synchronised"  # over ranks, as on one; "per-rank" is faster, and another training
+    step_times: bool = False  # measured at the end, and those of the dense and the uniform network
+    engine: str = "auto"  # "eager", "graphs", or "auto" for the faster one
+    batch_norm: str = "synchronised"  # over processes; "per-rank" is faster, and changes results
 
     def __post_init__(self) -> None:
         for name in ("workers", "checkpoint_seconds"):
@@ -50,12 +50,12 @@ class Place:
 
 
 def now() -> str:
-    """The time, by ISO 8601, in UTC."""
+    """The present time in UTC, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def command() -> str:
-    """What was typed."""
+    """The command line of this process."""
     name = Path(sys.argv[0]).name
     return shlex.join(["slimstart" if name == "__main__.py" else name, *sys.argv[1:]])
 
@@ -104,20 +104,20 @@ def load_data(
 
 
 def suited(model: nn.Module, home: torch.device, device: torch.device) -> nn.Module:
-    """The model at home, in the memory format that convolutions are fastest in on the device that trains."""
+    """The model on its home device, in the memory format that is fastest on the device that trains."""
     model = model.to(home)
     return model.to(memory_format=torch.channels_last) if device.type == "cuda" else model  # type: ignore[call-overload]
 
 
 def set_precision(precision: str) -> None:
-    """Full float32 products unless the recipe allows less: cuDNN would use TF32 without being asked."""
+    """Allow TF32 only where the recipe does; by default cuDNN would use it for float32."""
     allowed = precision != "float32"
     torch.backends.cudnn.allow_tf32 = allowed
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """PyTorch's generators, which dropout uses; `set_random_state` is the inverse."""
+    """State of PyTorch's generators, which dropout uses; `set_random_state` is the inverse."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -131,7 +131,7 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors on the GPU, or of the whole process on the CPU."""
+    """Peak memory in bytes: of tensors on the GPU, or of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -143,7 +143,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """The fields of a record that say with what, and on what, it was made."""
+    """The fields of a record about software and hardware."""
     on_cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
         "commit": _commit(),
@@ -158,7 +158,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 def _commit() -> str | None:
     """The commit of the code, with a "+" where files have been changed since.
 
-    Code that was copied to another machine without its history is told by the variable SLIMSTART_COMMIT.
+    For code that was copied without its history, the variable SLIMSTART_COMMIT says which commit it is.
     """
     here = Path(__file__).parent
     try:

@@ -1,5 +1,7 @@
-"""Plain training of a network whose structure does not change (dense, uniform, random), and what methods that train
-several of them one after the other are made of."""
+"""Plain training of a network whose structure does not change: dense, uniform, shallow and random.
+
+`Stage` is also a building block of methods that train one network after the other.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Stage:
     """Plain training of one network, with an optimizer of its own.
 
     Args:
-        wrapped: what runs in place of the network, if it is not run as it is.
+        wrapped: a module around the network that is run in its place.
         wrap: called with the network, returns what runs in its place: `DistributedDataParallel`.
         also: as for `PlainTraining`.
     """
@@ -71,7 +73,7 @@ class Stage:
 
 
 class Staged:
-    """What a method that trains by stages says of itself: what its present stage does."""
+    """Properties of a method that trains in stages: those of its present stage."""
 
     building_seconds = None
     widths = None

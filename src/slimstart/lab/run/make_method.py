@@ -1,4 +1,4 @@
-"""Ways to train, behind one small protocol (`method.py`): the program does not know which one it runs.
+"""The training method that a recipe names, as an object with the protocol of `method.py`.
 
 `Fixed` trains a network whose structure does not change, `Search` learns it, `Pruned` trains the dense network and
 cuts it, `Relaxed` trains the dense network with gates that learn by the chain rule. Each keeps its own ledger of the
@@ -46,12 +46,12 @@ def make_method(
         make_sibling: builds the network of the method shallow, from a factor on its widths.
 
     Raises:
-        ConfigError: the method cannot do with `wrap`: it trains one network after the other, or gates beside one.
+        ConfigError: `wrap` is given, but the method trains several networks, or gates in addition to a network.
     """
     relaxed = recipe.method == "grow-efficient" or (recipe.method == "slimstart" and recipe.estimator in RELAXATIONS)
     if wrap is not None and (relaxed or recipe.method in PRUNERS):
         name = recipe.method if recipe.method != "slimstart" else f"slimstart with the estimator {recipe.estimator}"
-        raise ConfigError(f"`method` is {name}, which trains on one rank; start it without torchrun")
+        raise ConfigError(f"`method` is {name}, which trains in a single process; start it without torchrun")
     if relaxed:
         return Relaxed(recipe, model, example, steps_per_epoch, engine)
     if recipe.method == "slimstart":

@@ -1,4 +1,4 @@
-"""What a way to train is: the protocol between the program and its methods, and what all of them share."""
+"""The protocol between the program and training methods, and the loss and the optimizer that all of them use."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Loss:
 
 
 class Method(Protocol):
-    """What the program asks of a way to train."""
+    """A training method, as the program uses it."""
 
     graph: ChannelGraph
     ledger: Ledger
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of the network that the next step trains."""
+        """The optimizer of the network that the next step trains."""
 
     @property
     def engine(self) -> str:
-        """What runs the steps: "eager" or "graphs"."""
+        """How steps run: "eager" or "graphs"."""
 
     @property
     def building_seconds(self) -> float | None:
-        """Time spent on capturing graphs, and on what runs eagerly before; None where there are none."""
+        """Time spent on graph capture, rebuilding and warm-up; None without graphs."""
 
     @property
     def flops(self) -> int:
@@ -55,7 +55,7 @@ class Method(Protocol):
 
     @property
     def formula_flops(self) -> float | None:
-        """FLOPs of one image in one step by the formulas of the paper's appendix; None where it counts nothing."""
+        """FLOPs of one image in one step by the formulas of the paper's appendix; None for steps they do not count."""
 
     @property
     def searching(self) -> bool:
@@ -63,11 +63,11 @@ class Method(Protocol):
 
     @property
     def keep_probs(self) -> Tensor | None:
-        """s, if there is one."""
+        """Keep-probabilities s; None where the method has none."""
 
     @property
     def expected_cost(self) -> float | None:
-        """What the budget limits, as a fraction of dense, if there is a search."""
+        """Expected cost in the unit of the budget, as a fraction of dense; None without a search."""
 
     @property
     def widths(self) -> Mapping[str, int] | None:
@@ -77,21 +77,21 @@ class Method(Protocol):
         """Train on one batch; returns the detached loss."""
 
     def begin_epoch(self, epoch: int, batches: Iterable[Batch]) -> None:
-        """Do what is due before an epoch, once: fix the structure, cut, draw.
+        """Prepare an epoch, once: fix the structure, cut, or draw.
 
         Args:
             epoch: counted from 0 over the whole run.
-            batches: of training images; nothing is made until they are asked for.
+            batches: batches of training images, made when they are iterated over.
         """
 
     def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
-        """The network as it stands, for validation; training goes on untouched."""
+        """The present network, for validation; training is not affected."""
 
     def finish(self, batches: Iterable[Batch]) -> nn.Module:
         """The trained network."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values: everything that the next steps depend on."""
+        """Everything that the next steps depend on, as tensors and plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""

@@ -1,13 +1,13 @@
 """The training program: one recipe, one run's folder, from the first step to the record.
 
     program = Program(recipe, run, place, watcher)
-    record = program.train()        # goes on from the last checkpoint, if there is one
+    record = program.train()        # continues from the last checkpoint, if there is one
 
 Everything that the next step depends on is in the checkpoint or a pure function of the step (batches, learning rate),
-so a run that was killed goes on bit for bit where its last checkpoint was taken; on the CPU, that is.
+so on the CPU, a run that was killed continues bit-exactly from its last checkpoint.
 
-Several ranks run the same program, each on its share of every batch. They stay alike; only rank 0 reads and writes the
-folder, and what it reads goes to all.
+Several processes run the same program, each on its share of every batch, with the same weights. Only the first one
+reads and writes the folder, and broadcasts what it reads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Program:
         run: the folder, made by `Run.create`.
         place: where.
         watcher: a display.
-        ranks: the processes that train together; each has a program, and does the same with it.
+        ranks: the process group; each of its processes has such a program.
 
     Raises:
         ConfigError, BudgetError, DataError, TraceError: before anything is trained.
@@ -99,7 +99,7 @@ class Program:
                 events.write(epoch)
                 self.ranks.first(lambda: self.run.write_metrics(self.progress.history))
                 self.watcher.epoch(epoch)
-                self._began = time.monotonic()  # neither evaluation nor writing is training
+                self._began = time.monotonic()  # evaluation and writing are not training time
                 self._save_if_due(stopping=self.watcher.stop_requested)
         return self._finish()
 
@@ -153,14 +153,14 @@ class Program:
         self._stop_the_clock()
 
     def _stop_the_clock(self) -> None:
-        """Add what has passed since `_began` to the epoch's time, all work of the device included."""
+        """Add the time since `_began` to that of the epoch, including all work of the device."""
         self._check_finite()  # which waits for the device
         now = time.monotonic()
         self.progress.seconds += now - self._began
         self._began = now
 
     def _end_epoch(self) -> records.Epoch:
-        """Evaluate, and turn what was summed up into a row of the history."""
+        """Evaluate, and make a row of the history."""
         progress, recipe, method = self.progress, self.recipe, self.method
         dense, num_steps = self.task.dense, self.task.steps_per_epoch
         phase = self._phase
@@ -199,7 +199,7 @@ class Program:
         return epoch
 
     def _finish(self) -> records.Record:
-        """The finished network, its accuracy and its record, all in the folder."""
+        """Write the finished network and the record."""
         self._began = time.monotonic()
         network = self.method.finish(self.task.calibration_batches())
         self._stop_the_clock()
@@ -219,7 +219,7 @@ class Program:
 
         return self.ranks.first(write)
 
-    # --- small print -------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     @property
     def _phase(self) -> str:
@@ -229,7 +229,7 @@ class Program:
 
     @property
     def _num_steps(self) -> int:
-        """Taken so far."""
+        """Number of steps so far."""
         return self.progress.epoch * self.task.steps_per_epoch + self.progress.batch
 
     def _note_structure(self) -> None:
@@ -250,7 +250,7 @@ class Program:
         total = float(self._loss_sum)
         if not math.isfinite(total):
             raise NonFiniteLossError(
-                f"the loss is {total} in epoch {self.progress.epoch + 1}; start anew with a lower --lr. "
+                f"the loss is {total} in epoch {self.progress.epoch + 1}; start again with a lower --lr. "
                 f"The last good checkpoint is in {self.run.folder}"
             )
         return total
@@ -278,7 +278,7 @@ class Program:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save_if_due(self, stopping: bool) -> None:
-        """Save when it is time, or when the user wants to stop; all ranks do what one of them has to."""
+        """Save when it is time, or when the user wants to stop; all processes do so if one has to."""
         due = time.monotonic() - self._last_saved >= self.place.checkpoint_seconds
         stopping, due = self.ranks.any(stopping, due)
         if stopping or due:
@@ -299,7 +299,7 @@ class Program:
         if not _all_finite(method):
             raise NonFiniteLossError(
                 f"weights are not finite after batch {self.progress.batch} of epoch {self.progress.epoch + 1}; start "
-                f"anew with a lower --lr. The last good checkpoint is in {self.run.folder}"
+                f"again with a lower --lr. The last good checkpoint is in {self.run.folder}"
             )
         self.run.save(
             {
@@ -318,7 +318,7 @@ class Program:
         self.progress.peak_memory = max(self.progress.peak_memory, surroundings.peak_memory(self.task.device))
 
     def resume(self) -> None:
-        """Go to where the last checkpoint was taken, if there is one; the same for all ranks.
+        """Continue from the last checkpoint, if there is one, in all processes.
 
         Raises:
             CheckpointError, ConfigError: it cannot be read, or is of another run.
@@ -331,12 +331,12 @@ class Program:
         if (state["recipe"], state["seed"]) != (self.recipe.hash, self.recipe.seed):
             raise ConfigError(f"the checkpoint in {self.run.folder} belongs to another recipe or another version")
         if state["data"] != self.task.data.digest:
-            raise ConfigError(f"the run in {self.run.folder} was begun with other data; give the same --data-dir")
+            raise ConfigError(f"the run in {self.run.folder} began with other data; give the same --data-dir")
         self.method.load_state_dict(state["method"])
         self.progress = Progress.restored(state["progress"])
         self._loss_sum.fill_(self.progress.loss_sum)
         random = [state["random"], *state["random"].get("others", ())]
-        if self.ranks.rank < len(random):  # of a run that goes on with more ranks, the new ones have their own
+        if self.ranks.rank < len(random):  # with more processes than before, new ones have states of their own
             surroundings.set_random_state(random[self.ranks.rank], self.task.device)
         self.watcher.resumed(self.progress.epoch + 1, self.progress.batch)
 

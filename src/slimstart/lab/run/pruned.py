@@ -1,8 +1,8 @@
-"""Methods that train the dense network, cut it, and train what is left: one shot, or in several rounds.
+"""Methods that train the dense network, cut it, and retrain the pruned network: in one cut, or in several rounds.
 
-What differs between them is how the cut is chosen (`baselines`: a function), what they add to the loss while the
-network is dense (network slimming), and what they do to it after every epoch (soft pruning). Cuts are made when the
-epochs of fine-tuning begin; with several rounds, evenly spread over them, each to a budget on the way.
+They differ in how the cut is chosen (a function of `lab.methods`), in what they add to the loss of the dense network
+(network slimming), and in what they do after every epoch (soft pruning). The first cut is made when fine-tuning begins;
+several rounds are spread evenly over the fine-tuning, each with a budget between the dense network and the final one.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Pruned(Staged):
         self._recipe, self._example, self._engine = recipe, example, engine
         self._budget, self.ledger = recipe.parsed_budget, Ledger()
         self.graph = trace(model, example, coupling="stream")
-        self._bound: BoundBudget = self._budget.bind(self.graph.costs)  # which refuses what cannot be
+        self._bound: BoundBudget = self._budget.bind(self.graph.costs)  # refuses budgets that cannot be met
         self._fractions = ROUNDS.get(recipe.method, even_rounds)(self.graph, self._bound, recipe.rounds)
         self._is_soft = recipe.method == "soft" and recipe.protocol != "uniform"
         self._loss_fn = Loss(recipe)
         self._penalty = recipe.penalty if recipe.method == "slimming" else 0.0
         if recipe.method == "slimming":
-            slimming.scales(model, self.graph)  # which refuses a network without
+            slimming.scales(model, self.graph)  # refuses networks without batch norm
         self._masks: list[Tensor] = []  # of the cuts so far, each over the units of the network before it
         self._stage = Stage(recipe, model, example, engine)
 
@@ -93,7 +93,7 @@ class Pruned(Staged):
         soft_filter.zero_(network, self.graph, kept, protocol)
 
     def _cut(self, batches: Iterable[Batch], number: int) -> None:
-        """Cut the network as it stands: the `number`-th round, counted from 1."""
+        """Cut the present network: the `number`-th round, counted from 1."""
         recipe, network = self._recipe, self._stage.network
         graph = trace(network, self._example, coupling="stream")
         wanted = self._bound.dense * self._fractions[number - 1]

@@ -21,19 +21,19 @@ from slimstart.narrow.stream_ports import StreamPort
 
 @dataclass
 class Progress:
-    """Where the next step is, and what has been summed up so far."""
+    """The position of the next step, and the sums so far; a checkpoint holds it."""
 
     epoch: int = 0  # from 0
     batch: int = 0  # of this epoch: the next one
     loss_sum: float = 0.0
     flops_sum: int = 0  # of the trained network, over the steps of this epoch
-    seconds: float = 0.0  # of this epoch, training alone
+    seconds: float = 0.0  # of this epoch, without evaluation
     formula_flops: float = 0.0  # of one image, by the paper's formulas, over all steps that they count
     formula_steps: int = 0
     train_flops: int = 0  # up to the beginning of this epoch
     accuracy: float | None = None
     peak_memory: int = 0
-    gradient_bytes: int = 0  # that ranks have exchanged, each, over all steps
+    gradient_bytes: int = 0  # that each process has exchanged, over all steps
     command: str = field(default_factory=surroundings.command)  # that began the run
     started: str = field(default_factory=surroundings.now)
     history: list[records.Epoch] = field(default_factory=list)
@@ -48,13 +48,13 @@ class Progress:
 
 
 class End(NamedTuple):
-    """What comes out of a run.
+    """The result of a run.
 
     Attributes:
-        network: the finished one.
-        flops: of it, for one image.
-        loss, accuracy: of it, on the test images.
-        times: None where they were not measured.
+        network: the finished network.
+        flops: FLOPs of that network, for one image.
+        loss, accuracy: those of that network, on the test images.
+        times: step times; None where they were not measured.
         choosing: the choice of the structure, where there were trials.
     """
 
@@ -67,7 +67,7 @@ class End(NamedTuple):
 
 
 def make_record(name: str, task: Task, method: Method, progress: Progress, end: End) -> records.Record:
-    """The record of a run that is done."""
+    """The record of a finished run."""
     network, own_flops, times, recipe = end.network, end.flops, end.times, task.recipe
     choosing_flops, choosing_seconds = (
         (0, 0.0) if end.choosing is None else (end.choosing.train_flops, end.choosing.train_seconds)

@@ -1,6 +1,7 @@
-"""Methods that learn the structure by the chain rule: the dense network with gates, then what they have chosen.
+"""Methods that learn the structure by the chain rule: the dense network with gates, then the narrow network.
 
-They need the output of dropped channels, so nothing is narrow while they search, and the ledger shows it.
+Gradients of gates need the outputs of dropped channels, so the network is dense during the search, and the ledger
+counts it so.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from slimstart.lab.run.train_cost import Ledger, formula_flops
 from slimstart.narrow import compact, recalibrate
 from slimstart.steps.final_mask import least_loss
 
-NUM_BATCHES = 4  # by which a mask is chosen
+NUM_BATCHES = 4  # training batches to choose a mask by
 
 
 class Relaxed(Staged):
-    """A search with gates, then plain training of the network that they leave."""
+    """A search with gates, then plain training of the narrow network."""
 
     def __init__(
         self, recipe: Recipe, model: nn.Module, example: Tensor, steps_per_epoch: int, engine: str = "auto"
@@ -69,7 +70,7 @@ class Relaxed(Staged):
 
     @property
     def formula_flops(self) -> float | None:
-        """A forward as narrow as the method's own, and a dense backward, counted as two; of the search alone."""
+        """A forward of the method's own cost and a dense backward, counted as two; None after the search."""
         return formula_flops(self.gates.forward_flops, self._stage.flops) if self.searching else None
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class Relaxed(Staged):
         return self._stage.network
 
     def _settle(self, batches: Iterable[Batch]) -> None:
-        """Take the best of some masks, by its loss on training batches."""
+        """Fix the mask of least loss on training batches, out of a few."""
         seen = list(batches)
         with counting() as count:
             masks = self.gates.candidates(self._recipe.num_masks)

@@ -1,4 +1,4 @@
-"""The folder of one run, and nothing about training: config, metrics, checkpoints, record, the finished network.
+"""The folder of one run: config, metrics, checkpoints, TensorBoard events, record, the finished network.
 
 runs/NAME/
   config.toml             the recipe; `slimstart train --recipe` reads it
@@ -43,11 +43,11 @@ _SCALARS = {
 
 
 class Run:
-    """One run's folder. Every file in it is written atomically; a killed run leaves only whole ones."""
+    """One run's folder. Every file is written atomically, so a killed run leaves no partial file."""
 
     def __init__(self, folder: str | os.PathLike[str], made: Sequence[Path] = ()) -> None:
         self.folder = Path(folder)
-        self._made = list(made)  # folders that exist for this run alone, from the inside out
+        self._made = list(made)  # folders that were made for this run, innermost first
         self.config = self.folder / "config.toml"
         self.metrics = self.folder / "metrics.csv"
         self.record = self.folder / "record.json"
@@ -68,7 +68,7 @@ class Run:
         """Raise a ConfigError if there is a run already."""
         if self.exists:
             raise ConfigError(
-                f"{self.folder} holds a run already; add --resume to go on with it, or choose another --out"
+                f"{self.folder} holds a run already; add --resume to continue it, or choose another --out"
             )
 
     def create(self, recipe: Recipe) -> None:
@@ -92,9 +92,9 @@ class Run:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from writing here; the lock goes when the process does, however it ends.
+        """Lock the folder against other processes until the block or the process ends.
 
-        Makes the folder, and takes away again what was made if no run came of it.
+        Makes the folder, and removes it again if no run was created.
         """
         self._made += _make(self.folder)
         with self._lock_file() as lock:
@@ -103,7 +103,7 @@ class Run:
             finally:
                 if not self.exists:
                     lock.unlink(missing_ok=True)
-                    with contextlib.suppress(OSError):  # somebody has put something there
+                    with contextlib.suppress(OSError):  # the folder is not empty
                         for folder in self._made:
                             folder.rmdir()
 
@@ -121,10 +121,10 @@ class Run:
                 if _is(file, lock):
                     yield lock
                     return
-                # Its last holder has taken it away in the meantime: a lock that nobody else will ask for.
+                # The last holder has removed the file in the meantime: another process would make a new one.
 
     def write_metrics(self, history: Sequence[records.Epoch]) -> None:
-        """All rows anew: after a resume, rows that are to be repeated are gone."""
+        """Write all rows: after a resume, rows of epochs that are repeated are gone."""
         columns = [field.name for field in dataclasses.fields(records.Epoch) if field.name != "keep_probs"]
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
@@ -158,7 +158,7 @@ class Run:
             try:
                 state = checkpoints.read(path)
             except CheckpointError as error:
-                logger.warning("%s; going back to the one before", error)
+                logger.warning("%s; using the one before it", error)
                 damaged.append(path)
                 first = first or error
                 continue
@@ -171,7 +171,7 @@ class Run:
 
 
 def claim(folder: Path) -> Run:
-    """A run in this folder, or, where it is taken, in the first of folder-2, folder-3, ... that is not.
+    """A run in this folder, or in the first free one of folder-2, folder-3, ...
 
     Raises:
         ConfigError: it cannot be made.
@@ -200,7 +200,7 @@ def _make(folder: Path) -> list[Path]:
 
 
 def _is(file: IO[str], path: Path) -> bool:
-    """Whether a path still leads to an open file."""
+    """Whether a path is that of an open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -208,7 +208,7 @@ def _is(file: IO[str], path: Path) -> bool:
 
 
 def _lock(file: IO[str]) -> bool:
-    """Whether this process holds the file now; on Windows nobody asks."""
+    """Lock a file; whether this process has the lock. On Windows nothing is locked."""
     try:
         import fcntl
     except ImportError:
@@ -221,7 +221,12 @@ def _lock(file: IO[str]) -> bool:
 
 
 class Events:
-    """Writes into a folder, or nowhere; events of epochs from `first_step` on, left by a killed run, are dropped."""
+    """TensorBoard events: scalars of every epoch. Without the package tensorboard there are none, with one warning.
+
+    Args:
+        folder: where they are written; None for nowhere.
+        first_step: events of epochs from this one on, which a killed run has left, are dropped.
+    """
 
     def __init__(self, folder: Path | None, first_step: int) -> None:
         self._writer: Any = None

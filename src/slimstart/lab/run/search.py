@@ -22,7 +22,7 @@ from slimstart.training import SparseTraining
 def policy_of(recipe: Recipe, steps_per_epoch: int) -> Policy:
     """The policy that a recipe names, with the recipe's settings.
 
-    It searches for the epochs of the recipe, and `EqualWorth` for its own share of the training where that is less.
+    The search takes the epochs of the recipe; with `EqualWorth` its own share of the training, if that is less.
     """
     policy = get_policy(recipe.policy)
     own = {field.name for field in fields(policy)}  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class Search:
 
     @property
     def formula_flops(self) -> float | None:
-        """All forwards of a step, and a backward as two, on a network of the expected FLOPs; of the search alone."""
+        """All forwards of a step, and a backward as two, on a network of the expected FLOPs; None after the search."""
         if not self.searching:
             return None
         expected = float(self._nominal.expected(self.keep_probs))
@@ -136,7 +136,7 @@ class Search:
         return network
 
     def _over_ranks(self, flops: int) -> int:
-        """The sum of what each has executed."""
+        """The sum over all processes."""
         return sum(self.sparse.process_group.gather(flops))
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Time of a step: ours, the dense network's, and that of the uniform network with as many FLOPs, in one run."""
+"""Time of a step: that of a method, of the dense network, and of the uniform network of equal FLOPs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from slimstart.policies.widths import ALIGN
 from slimstart.steps import PlainTraining
 
 logger = logging.getLogger(__name__)
-WARM_UP = 3  # steps, in which graphs are captured and room is made
+WARM_UP = 3  # steps before the first measurement, in which graphs are captured
 ROUNDS = 20  # turns of each network
 LONGEST = 10.0  # seconds, after which no new round begins
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds per step; what a method does not have is None. The optimizer and the resampling are in the total."""
+    """Milliseconds per step; None for what a method does not have. The total includes optimizer and resampling."""
 
     total: float
     forward: float
@@ -58,8 +58,10 @@ def measured(task: Task, own_flops: int) -> StepTimes | None:
     except (RuntimeError, MemoryError) as error:
         if "memory" not in f"{type(error).__name__} {error}".lower():
             raise
-        # The dense network may not fit where ours does.
-        logger.warning("step times are not measured: the dense network beside ours needs more memory than there is")
+        # The dense network may not fit into memory where ours does.
+        logger.warning(
+            "step times are not measured: there is not enough memory for the dense network in addition to ours"
+        )
         return None
 
 
@@ -75,7 +77,7 @@ def step_times(
     """Measure steps of fresh networks on one batch.
 
     Args:
-        own_flops: of the finished network; the uniform one has as many.
+        own_flops: FLOPs of the finished network, and of the uniform one.
         dense_flops: of the dense one.
         engine: of all of them.
     """
@@ -111,7 +113,7 @@ def step_times(
 
 
 def _uniform(model: nn.Module, batch: Batch, own_flops: int, dense_flops: int, align: int) -> nn.Module:
-    """The uniform network of so many FLOPs, on the device of the batch; the dense one is not kept."""
+    """The uniform network of these FLOPs, on the device of the batch; the dense one is freed."""
     example = batch[0][:1].to(device_of(model))
     return uniform_of_flops(model, example, own_flops, dense_flops, align).to(batch[0].device)
 

@@ -1,4 +1,4 @@
-"""What a run is about, before its first step: device, images, and the dense network that it begins with."""
+"""A recipe at a place, before the first step: device, data, and the dense network."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NUM_CALIBRATION_BATCHES = 20
 
 @dataclass(frozen=True)
 class Dense:
-    """What the dense network costs.
+    """Costs of the dense network.
 
     Attributes:
         flops: of one image.
         layer_flops: of one image, by layer.
         step_flops: of a training step.
-        gradient_bytes: that ranks would exchange in a step.
+        gradient_bytes: that processes would exchange in a step.
     """
 
     flops: int
@@ -47,8 +47,8 @@ class Task:
     Args:
         recipe: what to train.
         place: where.
-        ranks: the processes that train together; each has its share of every batch.
-        downloading: told how far a download is.
+        ranks: the process group; each process has its share of every batch.
+        downloading: called with the progress of a download.
 
     Attributes:
         device: that trains.
@@ -82,7 +82,7 @@ class Task:
         self.example = torch.zeros(1, *self.data.image_shape, device=self.device)
 
     def _load_data(self, downloading: Callable[[int, int | None], None] | None) -> ImageData:
-        """This rank's share; rank 0 goes first, which may have to download."""
+        """The share of this process; the first process loads first, for it may have to download."""
         share = Share(self.ranks.rank, self.ranks.size)
 
         def load() -> ImageData:

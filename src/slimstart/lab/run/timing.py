@@ -24,10 +24,10 @@ Name = TypeVar("Name")
 
 
 class Stopwatch:
-    """Times of one step in milliseconds, by the parts that it is made of.
+    """Times of one step and of its parts, in milliseconds.
 
-    Waiting for the device behind every part would slow down the whole, so a watch measures either the total, and then
-    waits at the end alone, or the parts (`in_parts`).
+    Waiting for the device after every part slows a step down, so a watch measures either the total, and waits only at
+    the end, or the parts (`in_parts`).
     """
 
     def __init__(self, device: torch.device, in_parts: bool) -> None:
@@ -41,7 +41,7 @@ class Stopwatch:
         return time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """The part of this name is done."""
+        """End the part of this name."""
         if self.in_parts:
             now = self._now()
             self.parts[name] = self.parts.get(name, 0.0) + 1e3 * (now - self._began)
@@ -58,12 +58,12 @@ Step = Callable[[Stopwatch], None]
 def compare(
     steps: Mapping[str, Step], device: torch.device, rounds: int, seconds: float
 ) -> dict[str, dict[str, float]]:
-    """Median time of every contender as "total", and how it divides into parts.
+    """Median time of every contender as "total", and its parts.
 
     Args:
-        steps: each runs one training step and calls `lap` behind each part of it.
-        rounds: each contender runs so often in each way, after one round to warm up ...
-        seconds: ... but no new round begins when so much time has passed, once there are two.
+        steps: each runs one training step and calls `lap` after each part.
+        rounds: measurements of each contender in each way, after one round of warm-up ...
+        seconds: ... but no new round begins after this time, once there are two.
     """
     totals: dict[str, list[float]] = defaultdict(list)
     parts: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -91,7 +91,7 @@ def _divided(total: float, rows: list[dict[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a contender does in its turn: so many steps, and a wait at the end alone."""
+    """One turn of a contender: a number of steps, and a wait for the device at the end."""
 
     step: Callable[[], object]
     num_steps: int = 1
@@ -103,9 +103,9 @@ def take_turns(
     """Milliseconds per step of every contender, turn by turn; all are warm already.
 
     Args:
-        turns: of similar length, so that what disturbs the machine meets all with equal chance.
-        rounds: each contender has so many turns, at least two ...
-        seconds: ... but no new round begins when so much time has passed, once there are two.
+        turns: of similar length, so that disturbances of the machine affect all with equal chance.
+        rounds: turns of each contender, at least two ...
+        seconds: ... but no new round begins after this time, once there are two.
     """
     times: dict[Name, list[float]] = {name: [] for name in turns}
     began = time.perf_counter()

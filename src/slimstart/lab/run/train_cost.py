@@ -5,8 +5,8 @@ two forwards of the network that it goes through, one image costs :math:`3 f_D` 
 Algorithm 1 with its second forward, and :math:`f_S + 2 f_D` where only the forward is sparse (GrowEfficient). The
 saving is :math:`3 f_D` divided by that.
 
-**The ledger** counts what runs: the second forward only on the steps that have one, no gradient of the images (nobody
-asks for it), and the forwards that choose a mask and measure statistics. Validation is no part of training, for any
+**The ledger** counts what runs: the second forward only on the steps that have one, no gradient of the images, which is
+not computed, and the forwards that choose a mask and measure statistics. Validation does not count as training, for any
 method. One multiply-add = 1.
 """
 
@@ -72,7 +72,7 @@ class FirstLayers:
     filters: Mapping[str, int]
 
     def input_gradient(self, kept: Mapping[str, int] | None = None) -> int:
-        """FLOPs that a backward saves where each layer keeps so many filters; None: all of them."""
+        """FLOPs that a backward saves with this number of filters in each layer; None for all filters."""
         kept = self.filters if kept is None else kept
         return sum(flops * kept[name] for name, flops in self.per_filter.items())
 
