@@ -391,7 +391,7 @@ def test_the_command_measures_writes_and_shows(slimstart: Slimstart, tmp_path: P
     assert (found.settings["batch_size"], found.device, found.torch) == (4, "cpu", torch.__version__)
     for one in found.rows:
         assert 2 <= one.num_turns <= 3
-        assert f"{one.speedup:.2f}x dense, {one.of_limit:.2f} of the limit" in output
+        assert f"{one.speedup:.2f}x dense, {one.of_limit:.2f}x narrow" in output
         assert 0 < one.dense_forward_ms < one.dense_ms
         assert one.peak_memory is None
     assert "(eager" in output

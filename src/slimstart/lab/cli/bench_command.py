@@ -1,4 +1,4 @@
-"""`slimstart bench`: the time of a training step, compared with the dense and the uniform network."""
+"""`slimstart bench`: the time of a training step, compared with the dense and a narrow network."""
 
 from __future__ import annotations
 
@@ -51,11 +51,13 @@ def bench(
         int | None, typer.Option(help="Pad the network to multiples of this number; chosen for the device by default.")
     ] = None,
     channels_last: Annotated[
-        bool, typer.Option(help="Run ours in the channels-last format; the others run in both.")
+        bool, typer.Option(help="Run slimstart in the channels-last format; the others run in both.")
     ] = True,
     compiled: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="Measure them with torch.compile too; by default on a GPU."),
+        typer.Option(
+            "--compile/--no-compile", help="Measure the plain networks with torch.compile, too; by default on a GPU."
+        ),
     ] = None,
     image_size: Annotated[int, typer.Option(help="Height and width of the images.")] = 32,
     classes: Annotated[int, typer.Option(help="Number of classes.")] = 10,
@@ -63,9 +65,10 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Seconds after which no new round of measurements begins.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Random seed of the weights, the images and the masks.")] = 0,
 ) -> None:
-    """Measure the time of a training step: ours, the dense network's, and that of a uniform network of equal FLOPs.
+    """Measure the time of a training step with the paper's policy, of the dense network, and of a narrow network.
 
-    They take turns in one process, each in its fastest form. Ours includes structure updates and both forwards.
+    The narrow network has the widths of a draw and is the limit. All take turns in one process, each in its fastest
+    form. The time of slimstart includes structure updates and both forwards.
     """
     from slimstart.lab.bench import bench_records
     from slimstart.lab.bench.bench_settings import Settings
@@ -92,7 +95,7 @@ def bench(
     for row in run(settings, device, out):
         console.print(
             f"{row.budget} {row.structure} resample_every={row.resample_every}: {row.ours_ms:.3g} ms, "
-            f"{row.speedup:.2f}x dense, {row.of_limit:.2f} of the limit ({row.num_turns} turns)",
+            f"{row.speedup:.2f}x dense, {row.of_limit:.2f}x narrow ({row.num_turns} turns)",
             markup=False,
         )
     record = bench_records.read(out)
@@ -109,7 +112,7 @@ def bench(
 def _show(rows: Sequence[Row]) -> None:
     from slimstart.lab.reports.tables import number
 
-    titles = ["budget", "s", "resample every", "FLOPs, %", "executed, %", "dense, ms", "narrow, ms", "ours, ms"]
+    titles = ["budget", "s", "resample every", "FLOPs, %", "executed, %", "dense, ms", "narrow, ms", "slimstart, ms"]
     cells = [
         [
             *(row.budget, row.structure, str(row.resample_every)),
@@ -123,7 +126,7 @@ def _show(rows: Sequence[Row]) -> None:
         for row in rows
     ]
     console.print(f"{rows[0].model}, batches of {rows[0].batch_size}, {rows[0].precision}", markup=False)
-    show_table([*titles, "against dense", "of the limit", "memory, MiB"], cells)
+    show_table([*titles, "against dense", "against narrow", "memory, MiB"], cells)
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
