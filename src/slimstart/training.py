@@ -40,7 +40,7 @@ from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.optimizer_state import held_by, unwrapped
 from slimstart.narrow.state_dicts import ModelState, PartialLoads
 from slimstart.policies import Budget, Learner, Policy, get_policy
-from slimstart.policies.base import check_count
+from slimstart.policies.base import check_count, removed_layers
 from slimstart.steps import host_memory as memory
 from slimstart.steps.captured import CapturedStep
 from slimstart.steps.drawing import Draw
@@ -132,26 +132,25 @@ class SparseTraining(Stepping):
         device = memory.place(self.model, self._optimizers, example_inputs, budget, full_model_device)
         examples = example_inputs if device is None else memory.on_host(example_inputs)
         with uncompiled():
-            self.graph: ChannelGraph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep)
-        self._check_prunable()
-        self.learner: Learner = self.policy.start(self.graph.costs, budget, total_steps)
+            graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep)
+        self._check_prunable(graph)
+        self.learner: Learner = self.policy.start(graph.costs, budget, total_steps)
         gradients = None
         if self.policy.learns_from == "gradients":
             place = device or device_of(self.model)
-            gradients = UnitGradients.for_learner(
-                self.learner, self.graph, self.model, self._optimizers, examples, place
-            )
+            gradients = UnitGradients.for_learner(self.learner, graph, self.model, self._optimizers, examples, place)
         self.num_examples: float = 0
         self.building_seconds = 0.0
         self._finished = False
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
         self._structure, self._steps, self._eager = assemble(
-            self.model, self._optimizers, self.graph, self.learner, gradients, self._backward, engine, device
+            self.model, self._optimizers, graph, self.learner, gradients, self._backward, engine, device
         )
         self._networks = self._structure.networks
         masks = self.learner.draw()
         if not pretrained and gradients is not None:  # only now: nothing can be refused any more
-            suit_(self.model, self.graph.select(masks[0]))
+            removed = [graph.layers[i].name for i in removed_layers(self.learner)]
+            suit_(self.model, graph.without(removed).select(masks[0]))
         self._structure.change(Draw(masks, True), Progress())
         remove_hooks(self.model)  # those of another training, of whose model this is a copy
         self._model_state = ModelState(self._networks, self._take_structure)
@@ -161,11 +160,11 @@ class SparseTraining(Stepping):
         )
         logger.info("%s", self.graph.summary)
 
-    def _check_prunable(self) -> None:
-        if self.graph.num_units == 0:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(self.graph.not_prunable.items(), 5))
+    def _check_prunable(self, graph: ChannelGraph) -> None:
+        if graph.num_units == 0:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(graph.not_prunable.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that can be traced'})")
-        prunable = {id(p) for name, p in self.model.named_parameters() if name in self.graph.tensors}
+        prunable = {id(p) for name, p in self.model.named_parameters() if name in graph.tensors}
         if not held_by(self._optimizers) & prunable:
             raise ValueError(
                 "`optimizer` holds none of the model's parameters that can shrink; build it from `model.parameters()`"
@@ -346,11 +345,16 @@ class SparseTraining(Stepping):
         return small
 
     def dense_copy(self) -> nn.Module:
-        """A copy of the model with all its channels, including those that are not in the network."""
+        """A copy of the model with all its channels and layers, including those that are not in the network."""
         self._check_unfinished()
-        return self._networks.copy_of(torch.ones(self.graph.num_units, dtype=torch.bool))
+        return self._networks.dense_copy()
 
     # --- the state of the training -----------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> ChannelGraph:
+        """The channel graph of the present network: without the layers that it is without."""
+        return self._networks.graph
 
     @property
     def num_steps(self) -> int:
@@ -547,7 +551,7 @@ class SparseTraining(Stepping):
             raise CheckpointError("this training is finished; make a new SparseTraining to resume another one")
         with training_state.reporting_misfits():
             saved = training_state.checked(state, self._networks, self._optimizers, self._model_state)
-            trial = self.policy.start(self.graph.costs, self._budget, self._total_steps)
+            trial = self.policy.start(self._networks.dense_graph.costs, self._budget, self._total_steps)
             training_state.check_masks(saved, trial.num_masks, self._structure.gradients is None)
             trial.load_state_dict(saved.policy)
             change = training_state.prepare(saved, self._networks, self._optimizers)
@@ -568,11 +572,11 @@ class SparseTraining(Stepping):
         """Adapt the settings that an optimizer has loaded, which may come from another device."""
         (unfuse if self._steps is None else fuse)(optimizer)
 
-    def _take_structure(self, mask: Tensor) -> None:
+    def _take_structure(self, mask: Tensor, removed: Sequence[str]) -> None:
         """Change to the structure of the tensors that `model.load_state_dict` is about to load."""
         masks = mask[None].repeat(len(self._networks.masks), 1)
         keep_probs = None if self.settled else self.learner.keep_probs
-        change = self._networks.prepare(masks, keep_probs)
+        change = self._networks.prepare(masks, keep_probs, removed=removed)
         self._loads.model_takes(change)
         self._structure.commit(change, self._structure.progress)
 

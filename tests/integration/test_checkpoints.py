@@ -466,8 +466,8 @@ def test_a_key_of_another_version(differences: Any) -> None:
 def test_every_key_is_expected() -> None:
     """The list above is whole."""
     assert set(training().state_dict()) == {
-        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "capacity", "pending",
-        "policy", "model", "optimizers", "random",
+        "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "removed",
+        "capacity", "pending", "policy", "model", "optimizers", "random",
     }  # fmt: skip
 
 

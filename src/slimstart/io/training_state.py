@@ -19,7 +19,18 @@ from slimstart.narrow.shrink import METADATA
 from slimstart.narrow.state_dicts import ModelState
 
 FORMAT = "slimstart.training/2"
-_KEYS = {"format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "capacity", "pending"}
+_KEYS = {
+    "format",
+    "coupling",
+    "structure",
+    "num_steps",
+    "held_steps",
+    "settled",
+    "masks",
+    "removed",
+    "capacity",
+    "pending",
+}
 _KEYS |= {"policy", "model", "optimizers", "random"}
 _SCHEDULED = {
     "initial_lr",
@@ -39,6 +50,7 @@ class Saved:
     held_steps: int
     settled: bool
     masks: Tensor
+    removed: list[str]
     pending: Tensor | None
     capacity: Capacity | None
     policy: dict[str, Any]
@@ -80,12 +92,13 @@ def state_dict_of(
     capacity = networks.capacity
     return {
         "format": FORMAT,
-        "coupling": networks.graph.coupling,
-        "structure": networks.graph.digest,
+        "coupling": networks.dense_graph.coupling,
+        "structure": networks.dense_graph.digest,
         "num_steps": num_steps,
         "held_steps": held_steps,
         "settled": settled,
         "masks": networks.masks.to("cpu", copy=True),
+        "removed": list(networks.removed),
         "capacity": None if capacity is None else {"units": capacity.units, "streams": capacity.streams},
         "pending": pending,
         "policy": policy,
@@ -108,7 +121,7 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
         raise CheckpointError(f"the state dict lacks {', '.join(missing)}; it is incomplete")
     if unknown := sorted(map(str, state.keys() - _KEYS)):
         raise CheckpointError(f"the state dict has {', '.join(unknown)} too; it was written by another version")
-    graph = networks.graph
+    graph = networks.dense_graph
     for key, own in (("coupling", graph.coupling), ("structure", graph.digest)):
         if state[key] != own:
             raise CheckpointError(
@@ -121,7 +134,10 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
         if not isinstance(state[key], kind):
             raise CheckpointError(f"the state dict's {key} is not a {kind.__name__}")
     dense = {name: networks.store[Key(name)] for name in graph.tensors}
-    own_tensors = networks.model.state_dict()
+    layers = {layer.name for layer in graph.layers}
+    if not isinstance(state["removed"], list) or not layers.issuperset(state["removed"]):
+        raise CheckpointError(f"the state dict is without {state['removed']!r}, and the network has no such layers")
+    own_tensors = networks.whole_state()
     names = model_state.names
     wanted = {key: dense[names[key]].shape if key in names else tensor.shape for key, tensor in own_tensors.items()}
     if _shapes(state["model"]) != wanted:
@@ -151,6 +167,7 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
         state["held_steps"],
         state["settled"],
         state["masks"].clone(),
+        list(state["removed"]),
         None if state["pending"] is None else state["pending"].clone(),
         _capacity(state["capacity"], networks),
         copy.deepcopy(dict(state["policy"])),
@@ -180,7 +197,7 @@ def _capacity(saved: Any, networks: Networks) -> Capacity | None:
     if not isinstance(saved, Mapping):
         raise CheckpointError("the state dict's capacity is not a mapping")
     found = Capacity(saved["units"].clone(), saved["streams"].clone())
-    groups, events = len(networks.graph.groups), len(networks.graph.costs.events)
+    groups, events = len(networks.dense_graph.groups), len(networks.dense_graph.costs.events)
     fine = found.units.dtype == torch.int64 and found.streams.dtype == torch.bool
     if not fine or found.units.shape != (groups,) or found.streams.shape != (events,):
         raise CheckpointError("the state dict's capacity does not fit the network")
@@ -237,11 +254,11 @@ def reporting_misfits() -> Iterator[None]:
 @torch.no_grad()
 def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -> Change:
     """The change to the saved networks and optimizer state."""
-    change = networks.prepare(saved.masks, None, store=saved.store, capacity=saved.capacity)
-    own = networks.model.state_dict(keep_vars=True)
+    change = networks.prepare(saved.masks, None, store=saved.store, capacity=saved.capacity, removed=saved.removed)
+    own = networks.whole_state()
     for key, value in saved.others.items():
         change.copy(own[key], value.to(own[key].device, own[key].dtype))
-    selection = networks.selection_of(saved.masks, saved.capacity)
+    selection = networks.selection_of(saved.masks, saved.capacity, saved.removed)
     for optimizer, one in zip(optimizers, saved.optimizers, strict=True):
         for group, values in zip(optimizer.param_groups, one["param_groups"], strict=True):
             for key, value in values.items():
@@ -251,6 +268,8 @@ def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -
         for index, entries in one["state"].items():
             parameter = _parameters(optimizer)[index]
             name = networks.name_of(parameter)
+            if name is not None and name not in selection.graph.tensors:
+                continue  # of a layer that is gone
             for key, value in entries.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     value = value.to(parameter.device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +19,7 @@ from slimstart.narrow.compact import (
     tensor_names,
     tensor_places,
 )
+from slimstart.narrow.removed_layers import modules_of, replacement
 from slimstart.narrow.store import Key, Store
 from slimstart.narrow.stream_ports import close_port, set_port
 
@@ -43,6 +47,12 @@ class Network:
             if layer is not None and not owners.isdisjoint(layer.modules())
         ]
         self.ports = {name: module.get_submodule(name) for name in ports_in(graph)}
+        self._removable = {
+            name: _Place(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], original, identity)
+            for name, num_results in modules_of(graph.layers)
+            for original in [module.get_submodule(name)]
+            for identity in [replacement(original, num_results)]
+        }
 
     def tensor(self, name: str) -> Tensor:
         """The present narrow tensor of this name; `model.to(...)` replaces buffers, so it is looked up each time."""
@@ -57,7 +67,12 @@ class Network:
 
     def check(self) -> None:
         """Refuse a module in which a layer or a parameter has been replaced."""
-        layers = [name for name, parent, key, layer in self._layers if parent._modules.get(key) is not layer]
+        identities = {id(place.original): place.identity for place in self._removable.values()}
+        layers = [
+            name
+            for name, parent, key, layer in self._layers
+            if all(parent._modules.get(key) is not one for one in (layer, identities.get(id(layer), layer)))
+        ]
         for name in layers or [
             name
             for name, parameter in self._parameters.items()
@@ -70,13 +85,14 @@ class Network:
 
     def write(self, store: Store, selection: Selection) -> None:
         """Write the tensors of this network, which has a selection, to a store."""
-        for name in self.graph.tensors:
+        for name in selection.graph.tensors:
             store.write(Key(name), selection, self.tensor(name).detach())
 
     def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
         """Add to a change: become the network of a selection, with the values of a store."""
         assign = change.copy if in_place else change.swap
-        for name in self.graph.tensors:
+        self._place_layers(change, selection.graph)
+        for name in selection.graph.tensors:
             assign(self.tensor(name), store.read(Key(name), selection, device))
         for owner, attribute, value in attribute_values(self.module, selection):
             change.set(owner, attribute, value)
@@ -85,21 +101,28 @@ class Network:
 
     def finish(self, change: Change, store: Store, selection: Selection, device: torch.device, plain: bool) -> None:
         """Add to a change: become the network of a selection without unneeded ports, or with `plain` without any."""
-        for name in self.graph.tensors:
+        self._place_layers(change, selection.graph)
+        for name in selection.graph.tensors:
             change.swap(self.tensor(name), store.read(Key(name), selection, device, plain))
         for owner, attribute, value in attribute_values(self.module, selection, plain):
             change.set(owner, attribute, value)
         change.call(self._renew_dicts)
-        for name, layer in self.ports.items():
+        for name in ports_in(selection.graph):
+            layer = self.ports[name]
             sides, width, dims = port_sides(name, selection)
             if plain or all(side is None for side in sides):
                 change.call(close_port, layer)
             else:
                 change.call(set_port, layer, sides[0], sides[1], width, dims)
-        dense = store.tensors
+        dense, removed = store.tensors, selection.graph.removed
         shapes = {name: tuple(dense.get(name, t).shape) for name, t in tensor_names(self.module).items()}
-        shapes = {name: shape for name, shape in shapes.items() if ".stream_" not in f".{name}"}
-        change.put(vars(self.module), RECORD, Record(tuple(self.graph.attributes), shapes, {}))
+        shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if ".stream_" not in f".{name}" and not any(layer.has(name) for layer in removed)
+        }
+        record = Record(tuple(selection.graph.attributes), shapes, dict(modules_of(removed)))
+        change.put(vars(self.module), RECORD, record)
 
     def _renew_dicts(self) -> None:
         """Replace the dicts of parameters and buffers by copies.
@@ -109,11 +132,35 @@ class Network:
         for holder in self._holders:
             vars(holder).update(_parameters=holder._parameters.copy(), _buffers=holder._buffers.copy())
 
+    def _place_layers(self, change: Change, graph: ChannelGraph) -> None:
+        """Put the identity in the place of the layers that a graph is without, and all others in their own."""
+        removed = dict(modules_of(graph.removed))
+        for name, place in self._removable.items():
+            if name in removed:
+                change.put(place.parent._modules, place.key, place.identity)
+            elif place.parent._modules[place.key] is not place.original:
+                change.call(place.original.train, self.module.training)
+                change.put(place.parent._modules, place.key, place.original)
+
+    def removed_modules(self, graph: ChannelGraph) -> Iterator[tuple[str, nn.Module]]:
+        """(name, module) of everything that the identity replaces in a graph."""
+        return ((name, self._removable[name].original) for name, _ in modules_of(graph.removed))
+
     def point_ports(self, change: Change, selection: Selection) -> None:
         """Add to a change: set the ports of layers on streams to what a selection keeps."""
-        for name, layer in self.ports.items():
+        for name in ports_in(selection.graph):
+            layer = self.ports[name]
             sides, width, dims = port_sides(name, selection)
             change.call(set_port, layer, sides[0], sides[1], width, dims)
+
+
+class _Place(NamedTuple):
+    """A module that can be replaced by the identity, and where it belongs."""
+
+    parent: nn.Module
+    key: str
+    original: nn.Module
+    identity: nn.Module
 
 
 def find_copy(copy: nn.Module, model: nn.Module) -> nn.Module:

@@ -10,7 +10,8 @@ shapes then change seldom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from slimstart.narrow.optimizer_state import Entry, entries
 from slimstart.narrow.padding import PaddedNetworks, PaddingGradients, real_entries
 from slimstart.narrow.placement import Placement
 from slimstart.narrow.references import FixedBuffers, References
+from slimstart.narrow.removed_layers import replace_module
 from slimstart.narrow.store import Key, Store
 from slimstart.narrow.stream_ports import open_port
 
@@ -54,6 +56,8 @@ class Networks:
         device: of the narrow networks, where the dense tensors are to stay on the host.
 
     Attributes:
+        dense_graph: graph of the whole model.
+        graph: graph of the present networks, which may be without some layers.
         store: the dense tensors.
         masks: (n, U), of the present draw. The first network is trained.
         version: increases whenever tensors of the model get other storages, so that captured steps are invalid.
@@ -72,7 +76,7 @@ class Networks:
         static: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self.model, self.graph, self._optimizers = model, graph, tuple(optimizers)
+        self.model, self.dense_graph, self.graph, self._optimizers = model, graph, graph, tuple(optimizers)
         self._planner, self._static, self._device = planner, static, device
         self._network = Network(model, graph)
         self._names = {id(parameter): name for name, parameter in self._network.parameters.items()}
@@ -155,9 +159,21 @@ class Networks:
             frame = placement.frame(kept) if bool(placement(kept[None]).fits) else None
         return self.graph.select(mask, frame)
 
-    def selection_of(self, masks: Tensor, capacity: Capacity | None) -> Selection:
+    def selection_of(self, masks: Tensor, capacity: Capacity | None, removed: Iterable[str]) -> Selection:
         """What the model would hold for a draw, with this capacity or, if None, with one that is chosen now."""
-        return self._place(masks, None, True, capacity).selection
+        return self._place(masks, None, True, capacity, self.dense_graph.without(removed)).selection
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Names of the layers that the present networks are without."""
+        return tuple(layer.name for layer in self.graph.removed)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The model's own tensors by the keys of its state dict, with those of removed layers."""
+        state: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        for name, module in self._network.removed_modules(self.graph):
+            state |= {f"{name}.{key}": tensor for key, tensor in module.state_dict(keep_vars=True).items()}
+        return state
 
     @property
     def statistics(self) -> Sequence[Tensor]:
@@ -205,19 +221,22 @@ class Networks:
             self.store.write(entry.place, self.selection, entry.value, entry.start_in(self.store))
 
     def _entries(self) -> list[Entry]:
-        return list(entries(self._optimizers, self._names))
+        names = {key: name for key, name in self._names.items() if name in self.graph.tensors}
+        return list(entries(self._optimizers, names))
 
-    def _place(self, masks: Tensor, keep_probs: Tensor | None, look: bool, capacity: Capacity | None) -> _Placed:
-        """Where a draw would be; arguments as for `prepare`."""
+    def _place(
+        self, masks: Tensor, keep_probs: Tensor | None, look: bool, capacity: Capacity | None, graph: ChannelGraph
+    ) -> _Placed:
+        """Where a draw would be in a graph; other arguments as for `prepare`."""
         if self._planner is None:
-            return _Placed(masks.clone(), None, None, self.graph.select(masks[0]))
-        kept, now = self.graph.costs.at_least_one(masks.to(self.device)), self._padded
+            return _Placed(masks.clone(), None, None, graph.select(masks[0]))
+        kept, now = graph.costs.at_least_one(masks.to(self.device)), self._padded
         capacity = capacity or self._planner(self.capacity, kept, keep_probs, look)
         if now is not None and capacity is now.capacity and kept.shape == self.masks.shape:
             placement = now.placement
         else:
-            placement = Placement(self.graph, capacity, self.device)
-        return _Placed(kept, capacity, placement, self.graph.select(kept[0], placement.frame(kept[0])))
+            placement = Placement(graph, capacity, self.device)
+        return _Placed(kept, capacity, placement, graph.select(kept[0], placement.frame(kept[0])))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -228,6 +247,7 @@ class Networks:
         look: bool = True,
         store: Store | None = None,
         capacity: Capacity | None = None,
+        removed: Iterable[str] | None = None,
     ) -> Change:
         """Everything that makes the model, and the optimizers' state, those of another draw.
 
@@ -237,20 +257,27 @@ class Networks:
             look: whether to find out if less capacity would do.
             store: dense tensors that replace the present ones; the caller then also restores the optimizers' state.
             capacity: of the new networks; by default one is chosen.
+            removed: names of layers that the new networks are without; by default those of the present ones. The
+                optimizer state of such a layer is dropped. A layer that returns has its stored weights and new state.
         """
+        graph = self.graph if removed is None else self.dense_graph.without(removed)
+        same_layers = set(graph.removed) == set(self.graph.removed)
         if store is None:
             self.flush()
         else:
             self._network.check()
-        if store is None and self._planner is None and self.version and torch.equal(masks.cpu(), self.masks.cpu()):
+        present = self.version and same_layers and torch.equal(masks.cpu(), self.masks.cpu())
+        if store is None and self._planner is None and present:
             return Change()  # nothing changes, so captured and compiled steps remain valid
         change = Change()
-        placed = self._place(masks, keep_probs, look, capacity)
+        placed = self._place(masks, keep_probs, look, capacity, graph)
         selection, now = placed.selection, self._padded
         # Captured steps know tensors by address: as long as the shapes are the same, new values are copied into them.
         in_place = self._static and now is not None and placed.placement is now.placement and store is None
         self._network.fill(change, store or self.store, selection, self.device, in_place)
         for entry in self._entries() if store is None else ():
+            if entry.name not in graph.tensors:
+                continue
             value = self.store.read(entry.place, selection, self.device)
             change.copy(entry.value, value) if in_place else change.put(entry.state, entry.key, value)
         if self._device is not None and not self.version:
@@ -259,6 +286,8 @@ class Networks:
             network.write(own, self.selection)
             network.fill(change, own, selection, self.device, in_place=False)
             network.point_ports(change, selection)
+        if not same_layers:
+            self._change_layers(change, graph)
         change.call(self._clear_gradients)
         change.set(self, "_selection", selection)
         change.reshapes = not in_place
@@ -274,6 +303,19 @@ class Networks:
         else:
             self._pad(change, placed, store or self.store, in_place)
         return change
+
+    def _change_layers(self, change: Change, graph: ChannelGraph) -> None:
+        """Take over a graph with other layers."""
+        returning = set(self.graph.removed) - set(graph.removed)
+        if any(layer in network.graph.removed for layer in returning for network, _ in self.followers):
+            raise RuntimeError("a layer returns that a copy given to `follow` was made without; make the copy again")
+        for layer in set(graph.removed) - set(self.graph.removed):
+            for name in layer.modules:
+                for parameter in self.model.get_submodule(name).parameters():
+                    for optimizer in self._optimizers:
+                        change.call(optimizer.state.pop, parameter, None)
+        change.set(self, "graph", graph)
+        change.call(self.references.release)
 
     def _pad(self, change: Change, placed: _Placed, store: Store, in_place: bool) -> None:
         """Positions, ports and padding of a network with spare capacity."""
@@ -311,7 +353,7 @@ class Networks:
                         change.put(state, key, value.to(device))
 
     def _clear_gradients(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in (*self.model.parameters(), *self._network.parameters.values()):
             parameter.grad = None
         torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
 
@@ -320,18 +362,31 @@ class Networks:
         for layer in self._network.ports.values():
             change.call(open_port, layer)
 
-    def follow(self, copy: nn.Module) -> None:
-        """Let a copy of the model change its structure with it; `copy` as for `find_copy`."""
-        network = Network(find_copy(copy, self.model), self.graph)
+    def follow(self, follower: nn.Module) -> None:
+        """Let a copy of the model change its structure with it; `follower` as for `find_copy`."""
+        network = Network(find_copy(follower, self.model), self.graph)
         self.flush()
         self.followers.append((network, self.store.copy()))
 
     def copy_of(self, mask: Tensor) -> nn.Module:
-        """An independent network of a mask, with the present weights."""
+        """An independent network of a mask, with the present layers and weights."""
         self.flush()
         module = narrow_copy(self.model, self.store.tensors, self.graph.select(mask), device=self._device)
         remove_hooks(module)
         return module
+
+    def dense_copy(self) -> nn.Module:
+        """An independent network with all channels and layers, and the present weights."""
+        self.flush()
+        whole, removed = self.dense_graph, list(self._network.removed_modules(self.graph))
+        model = copy.deepcopy(self.model) if removed else self.model
+        for name, module in removed:
+            replace_module(model, name, copy.deepcopy(module))
+            remove_hooks(model)
+        everything = whole.select(torch.ones(whole.num_units, dtype=torch.bool))
+        found = narrow_copy(model, self.store.tensors, everything, device=self._device)
+        remove_hooks(found)
+        return found
 
     @torch.inference_mode(False)
     @torch.no_grad()

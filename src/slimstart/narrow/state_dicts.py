@@ -32,29 +32,32 @@ class ModelState:
 
     Args:
         networks: of the model.
-        change: called with a mask before tensors of that structure are loaded; makes the model the mask's network.
+        change: called with a mask and names of layers before tensors of that structure are loaded; makes the model the
+            mask's network without these layers.
 
     Attributes:
         names: {any name of a tensor that can shrink: its first name}.
     """
 
-    def __init__(self, networks: Networks, change: Callable[[Tensor], None]) -> None:
+    def __init__(self, networks: Networks, change: Callable[[Tensor, Sequence[str]], None]) -> None:
         self._networks, self._change = networks, change
         places = tensor_places(networks.model)
         self.names = {
-            f"{path}.{key}" if path else key: name for name in networks.graph.tensors for path, key in places[name]
+            f"{path}.{key}" if path else key: name
+            for name in networks.dense_graph.tensors
+            for path, key in places.get(name, ())
         }
         networks.model.register_state_dict_post_hook(Hook(self._saved))
         networks.model.register_load_state_dict_pre_hook(Hook(self._loading))
         networks.model.register_load_state_dict_post_hook(Hook(self._loaded))
 
     def dense(self) -> dict[str, Tensor]:
-        """The state dict that the model would have with all its channels; a copy."""
+        """The state dict that the model would have with all its channels and layers; a copy."""
         networks = self._networks
         networks.flush()
         return {
             key: networks.store[Key(self.names[key])].clone() if key in self.names else tensor.detach().clone()
-            for key, tensor in networks.model.state_dict().items()
+            for key, tensor in networks.whole_state().items()
         }
 
     def canonical(self, dense: dict[str, Any]) -> dict[str, Tensor]:
@@ -65,8 +68,7 @@ class ModelState:
         selection = self._networks.exact_selection
         owners = {id(owner): path for path, owner in module.named_modules()}
         metadata[METADATA] = {
-            "structure": selection.graph.digest,
-            "mask": selection.mask.clone(),
+            **structure_of(self._networks),
             "attributes": {
                 (owners[id(owner)], name): value for owner, name, value in attribute_values(module, selection)
             },
@@ -99,17 +101,19 @@ class ModelState:
         found = metadata.get(METADATA)
         selection = networks.exact_selection
         if found is not None:
-            mask = found.get("mask")
-            if found.get("structure") != networks.graph.digest or not isinstance(mask, Tensor):
+            mask, removed = found.get("mask"), found.get("removed", [])
+            known = {layer.name for layer in networks.dense_graph.layers}
+            fits = isinstance(mask, Tensor) and isinstance(removed, list | tuple) and known.issuperset(removed)
+            if found.get("structure") != networks.dense_graph.digest or not fits:
                 raise CheckpointError(
                     "the state dict is of another network, coupling or `keep`; nothing was loaded. Make the "
                     "SparseTraining as the one whose model was saved"
                 )
-            selection = networks.graph.select(mask)
-        changes = not torch.equal(selection.mask, networks.exact_selection.mask)
+            selection = networks.dense_graph.without(removed).select(mask)
+        changes = found is not None and not has_structure(networks, found)
         self._check(state_dict, prefix, selection, changes)
         if changes:
-            self._change(selection.mask)
+            self._change(selection.mask, [layer.name for layer in selection.graph.removed])
         if networks.selection.padded:
             for key, name in self.names.items():
                 if (value := state_dict.get(prefix + key)) is not None:
@@ -122,7 +126,9 @@ class ModelState:
 
     def _check(self, state_dict: dict[str, Any], prefix: str, selection: Selection, complete: bool) -> None:
         """Refuse tensors of other shapes. PyTorch checks names, but a change of structure needs all tensors."""
-        own = self._networks.model.state_dict()
+        removed = selection.graph.removed
+        whole = self._networks.whole_state() if complete else self._networks.model.state_dict()
+        own = {key: tensor for key, tensor in whole.items() if not any(layer.has(key) for layer in removed)}
         given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         problems = []
         if complete and (odd := sorted(own.keys() ^ given.keys())):
@@ -159,9 +165,9 @@ class PartialLoads:
     ) -> None:
         self._networks, self._optimizers, self._after = networks, optimizers, loaded
         self.missing: frozenset[str] = frozenset()
-        self._mask: Tensor | None = None  # of the optimizer's state dict that is being loaded
-        # Optimizer state of a structure that the model does not have yet, and the mask of that structure.
-        self._waiting: dict[Tensor, tuple[dict[str, Any], Tensor | None]] = {}
+        self._structure: Mapping[str, Any] = {}  # of the optimizer's state dict that is being loaded
+        # Optimizer state of a structure that the model does not have yet, and that structure.
+        self._waiting: dict[Tensor, tuple[dict[str, Any], Mapping[str, Any]]] = {}
         self._handles = [
             handle
             for optimizer in optimizers
@@ -206,38 +212,51 @@ class PartialLoads:
 
     def _hand_out(self) -> None:
         """Give parameters the optimizer state of their present structure, where it was loaded before."""
-        mask = self._networks.exact_selection.mask
-        for parameter, (state, own) in list(self._waiting.items()):
-            if _fits(state, parameter) and (own is None or torch.equal(own, mask)):
+        for parameter, (state, structure) in list(self._waiting.items()):
+            if _fits(state, parameter) and has_structure(self._networks, structure):
                 owner = next(one for one in self._optimizers if id(parameter) in held_by([one]))
                 owner.state[parameter] = self._waiting.pop(parameter)[0]
 
     def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         # PyTorch ignores keys that it does not know.
-        state_dict[METADATA] = {
-            "structure": self._networks.graph.digest,
-            "mask": self._networks.exact_selection.mask.clone(),
-        }
+        state_dict[METADATA] = structure_of(self._networks)
 
     def _loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         found = state_dict.get(METADATA, {})
-        if found.get("structure", self._networks.graph.digest) != self._networks.graph.digest:
+        digest = self._networks.dense_graph.digest
+        if found.get("structure", digest) != digest:
             raise CheckpointError(
                 "the optimizer's state dict is of another network, coupling or `keep`; nothing was loaded. Make the "
                 "SparseTraining as the one whose optimizer was saved"
             )
-        self._mask = found.get("mask")
+        self._structure = found
 
     def _loaded(self, optimizer: Optimizer) -> None:
         self._after(optimizer)
         self._networks.tensors_replaced()
-        mask, self._mask = self._mask, None
-        other = mask is not None and not torch.equal(mask, self._networks.exact_selection.mask)
+        structure, self._structure = self._structure, {}
+        other = not has_structure(self._networks, structure)
         for parameter, state in list(optimizer.state.items()):
             moves = isinstance(parameter, nn.Parameter) and self._networks.name_of(parameter) is not None
             if moves and (other or not _fits(state, parameter)):
-                self._waiting[parameter] = optimizer.state.pop(parameter), mask
+                self._waiting[parameter] = optimizer.state.pop(parameter), structure
                 self.missing = self.missing | {"SparseTraining"}
+
+
+def structure_of(networks: Networks) -> dict[str, Any]:
+    """What a state dict says of the structure that its tensors have."""
+    return {
+        "structure": networks.dense_graph.digest,
+        "mask": networks.exact_selection.mask.clone(),
+        "removed": list(networks.removed),
+    }
+
+
+def has_structure(networks: Networks, saved: Mapping[str, Any]) -> bool:
+    """Whether the present network has the structure of a state dict; a dict without one is taken for the present."""
+    mask = saved.get("mask")
+    same_layers = set(saved.get("removed", networks.removed)) == set(networks.removed)
+    return same_layers and (mask is None or torch.equal(mask, networks.exact_selection.mask))
 
 
 def _fits(state: Mapping[str, Any], parameter: Tensor) -> bool:

@@ -160,6 +160,14 @@ class GradientLearner(Learner, Protocol):
         """
 
 
+def removed_layers(learner: Learner) -> tuple[int, ...]:
+    """Positions in `costs.layers` of the layers that the present network is without.
+
+    A learner that learns from gradients may have them as `removed`; one without that attribute keeps all layers.
+    """
+    return tuple(getattr(learner, "removed", ()))
+
+
 def check_count(name: str, value: object, *, optional: bool = False) -> None:
     """Raise a ValueError for a setting that is not a whole number of at least 1.
 

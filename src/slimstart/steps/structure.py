@@ -21,6 +21,7 @@ from slimstart.narrow import Change, Networks, Transactions
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.hooks import hooks_in
 from slimstart.policies import GradientLearner, Learner
+from slimstart.policies.base import removed_layers
 from slimstart.steps.drawing import Draw, Drawing
 from slimstart.steps.optimizers import StepHooks
 from slimstart.steps.unit_gradients import UnitGradients
@@ -187,7 +188,10 @@ class Structure:
         keep_probs = None if progress.settled else self.learner.keep_probs
         if self.gradients is not None:  # otherwise they are averaged together with the losses
             self.process_group.average_statistics(networks.model, training=True)
-        change = self.process_group.all_or_none(lambda: networks.prepare(draw.masks, keep_probs, draw.look))
+        removed = [networks.dense_graph.layers[i].name for i in removed_layers(self.learner)]
+        change = self.process_group.all_or_none(
+            lambda: networks.prepare(draw.masks, keep_probs, draw.look, removed=removed)
+        )
         if not networks.version:
             ports = Change()
             networks.open_ports(ports)
