@@ -20,6 +20,7 @@ Units keep their numbers, so one mask serves both tables; units that only the re
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,7 @@ class CostTable:
     flops: Polynomial  # of one forward on the example inputs; one multiply-add = 1
     params: Polynomial
     layers: tuple[LayerCost, ...] = ()  # that can go as a whole, in network order; no two share a term
+    whole: CostTable | None = None  # of a table without some layers, the one with all of them
     _rule: dict[torch.device, tuple[Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -108,7 +110,15 @@ class CostTable:
             filters = filters - layer.unit_filters.to(filters.device)
         events = self._replaced_events(gone, alive=(filters > 0).tolist())
         rest = tuple(layer for i, layer in enumerate(self.layers) if i not in set(layers))
-        return replace(self, unit_filters=filters, events=events, flops=flops, params=params, layers=rest)
+        whole = self.whole or self
+        return replace(self, unit_filters=filters, events=events, flops=flops, params=params, layers=rest, whole=whole)
+
+    def dense(self, polynomial: Polynomial) -> int:
+        """The value of a polynomial with all channels."""
+        counts = [factor.offset + int(factor.weights.sum()) for factor in self.factors]
+        return polynomial.constant + sum(
+            term.coefficient * math.prod(counts[factor] for factor in term.factors) for term in polynomial.terms
+        )
 
     def _replaced_events(self, gone: Collection[LayerCost], alive: list[bool]) -> Tensor:
         """The events with the units of removed layers replaced by those of their inputs, or left out."""

@@ -90,8 +90,8 @@ def narrow_copy(
         is_parameter = isinstance(tensors[name], nn.Parameter)
         memo[id(tensors[name])] = nn.Parameter(narrow, tensors[name].requires_grad) if is_parameter else narrow
     module = copy.deepcopy(model, memo)
-    for owner, attribute, value in attribute_values(module, selection, plain):
-        setattr(owner, attribute, value)
+    for owner, attribute, value in attribute_values(selection, plain):
+        setattr(module.get_submodule(owner), attribute, value)
     shapes = {
         name: tuple(dense[name].shape if name in selection.graph.tensors else t.shape) for name, t in tensors.items()
     }
@@ -130,14 +130,12 @@ def _carried(selection: Selection, name: str, dense: Tensor) -> Tensor:
     return dense
 
 
-def attribute_values(
-    module: nn.Module, selection: Selection, plain: bool = False
-) -> Iterator[tuple[nn.Module, str, int]]:
-    """(owner, attribute, value) of the integers that count channels."""
+def attribute_values(selection: Selection, plain: bool = False) -> Iterator[tuple[str, str, int]]:
+    """(module, attribute, value) of the integers that count channels."""
     for (owner, attribute), counter in selection.graph.attributes.items():
         axis = counter.carried if plain else counter.axis
         gone = selection.graph.axes[axis].numel() - selection.count(axis)
-        yield module.get_submodule(owner), attribute, counter.dense - gone
+        yield owner, attribute, counter.dense - gone
 
 
 def ports_in(graph: ChannelGraph) -> list[str]:

@@ -34,6 +34,7 @@ class Network:
 
     def __init__(self, module: nn.Module, graph: ChannelGraph) -> None:
         self.module, self.graph = module, graph
+        self._modules = dict(module.named_modules(remove_duplicate=False))  # also those that are removed later
         places = tensor_places(module)
         self._owners = {
             name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
@@ -94,8 +95,8 @@ class Network:
         self._place_layers(change, selection.graph)
         for name in selection.graph.tensors:
             assign(self.tensor(name), store.read(Key(name), selection, device))
-        for owner, attribute, value in attribute_values(self.module, selection):
-            change.set(owner, attribute, value)
+        for owner, attribute, value in attribute_values(selection):
+            change.set(self._modules[owner], attribute, value)
         if not in_place:
             change.call(self._renew_dicts)
 
@@ -104,8 +105,8 @@ class Network:
         self._place_layers(change, selection.graph)
         for name in selection.graph.tensors:
             change.swap(self.tensor(name), store.read(Key(name), selection, device, plain))
-        for owner, attribute, value in attribute_values(self.module, selection, plain):
-            change.set(owner, attribute, value)
+        for owner, attribute, value in attribute_values(selection, plain):
+            change.set(self._modules[owner], attribute, value)
         change.call(self._renew_dicts)
         for name in ports_in(selection.graph):
             layer = self.ports[name]

@@ -262,6 +262,9 @@ class Networks:
         """
         graph = self.graph if removed is None else self.dense_graph.without(removed)
         same_layers = set(graph.removed) == set(self.graph.removed)
+        returning = set(self.graph.removed) - set(graph.removed)
+        if any(layer in network.graph.removed for layer in returning for network, _ in self.followers):
+            raise RuntimeError("a layer returns that a copy given to `follow` was made without; make the copy again")
         if store is None:
             self.flush()
         else:
@@ -306,9 +309,6 @@ class Networks:
 
     def _change_layers(self, change: Change, graph: ChannelGraph) -> None:
         """Take over a graph with other layers."""
-        returning = set(self.graph.removed) - set(graph.removed)
-        if any(layer in network.graph.removed for layer in returning for network, _ in self.followers):
-            raise RuntimeError("a layer returns that a copy given to `follow` was made without; make the copy again")
         for layer in set(graph.removed) - set(self.graph.removed):
             for name in layer.modules:
                 for parameter in self.model.get_submodule(name).parameters():

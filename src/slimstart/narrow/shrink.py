@@ -5,7 +5,7 @@ For networks that are used without a training: in another process, by another pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from slimstart.graph import ChannelGraph, trace
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import tensor_names, tensor_places
 from slimstart.narrow.hooks import hooks_in
+from slimstart.narrow.removed_layers import modules_of, replacement
 
 METADATA = "slimstart"
 """The key under which the state dicts of a model in training, and of its optimizer, have their structure."""
@@ -27,14 +28,16 @@ METADATA = "slimstart"
 def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: Any = None) -> nn.Module:
     """Make a dense module fit a narrow state dict, in place, and load it.
 
-    Tensors get the shapes of the state dict, and integer attributes that count channels are reduced. For PyTorch's own
+    Tensors get the shapes of the state dict, integer attributes that count channels are reduced, and the identity takes
+    the place of layers that were removed. For PyTorch's own
     layers they follow from the shapes. Others (`num_heads` of your own attention block) are part of the state dict of a
     model in training, or are found by tracing the model on `example_inputs`.
 
     Args:
         model: of the class that was trained, dense or already as narrow as the state dict.
         state_dict: of a narrow network; from `finish(plain=True)`, or any other without ports on residual streams.
-        example_inputs: as for `trace`; needed for models with counting attributes of their own.
+        example_inputs: as for `trace`; needed for models with counting attributes of their own, and for networks
+            without some layers, unless the state dict is that of a model in training.
 
     Returns:
         The model.
@@ -45,12 +48,16 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     """
     if hooks_in(model):
         raise ValueError("`model` is in a SparseTraining; `model.load_state_dict` takes a narrow state dict by itself")
+    metadata = getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {})
+    graph = None if example_inputs is None else trace(model, example_inputs, "stream")
     tensors, places = tensor_names(model), tensor_places(model)
     wanted: dict[str, Tensor] = {}
     problems = []
-    persistent = model.state_dict(keep_vars=True)
-    if odd := sorted(persistent.keys() ^ set(state_dict)):
-        problems.append(f"the model and the state dict differ in {', '.join(odd[:3])}")
+    persistent = model.state_dict(keep_vars=True).keys()
+    identities = dict(metadata.get("identities", {})) | _removed(graph, persistent, state_dict)
+    if odd := sorted({key for key in persistent if not _is_in(key, identities)} ^ set(state_dict)):
+        hint = "" if set(odd) - persistent or graph else "; if whole layers were removed, give `example_inputs`"
+        problems.append(f"the model and the state dict differ in {', '.join(odd[:3])}{hint}")
     for name, tensor in tensors.items():
         aliases = [f"{path}.{key}" if path else key for path, key in places[name]]
         values = [state_dict[alias] for alias in aliases if isinstance(state_dict.get(alias), Tensor)]
@@ -60,7 +67,6 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
         value = wanted[name] = values[0]
         if value.dim() != tensor.dim() or any(n > d for n, d in zip(value.shape, tensor.shape, strict=False)):
             problems.append(f"{name} is {tuple(value.shape)} in the state dict and {tuple(tensor.shape)} in the model")
-    metadata = getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {})
     if metadata.get("ports"):
         problems.append("layers have ports on residual streams; take the state dict after `finish(plain=True)`")
     if problems:
@@ -69,8 +75,8 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
             "trained, and dense"
         )
     attributes = dict(metadata.get("attributes", {}))
-    if example_inputs is not None:
-        attributes |= _traced(trace(model, example_inputs, "stream"), wanted)
+    if graph is not None:
+        attributes |= _traced(graph, wanted)
     change = Change()
     for name, value in wanted.items():
         tensor = tensors[name]
@@ -81,8 +87,26 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
             change.set(module, attribute, number)
     for (path, attribute), number in attributes.items():
         change.set(model.get_submodule(path), attribute, int(number))
+    for path, num_results in identities.items():
+        parent, _, key = path.rpartition(".")
+        identity = replacement(model.get_submodule(path), num_results)
+        change.put(model.get_submodule(parent)._modules, key, identity)
     change.apply()
     return model
+
+
+def _removed(
+    graph: ChannelGraph | None, persistent: Collection[str], state_dict: Mapping[str, Any]
+) -> dict[str, int | None]:
+    """The modules that the identity replaces: those of removable layers of which the state dict has no tensor."""
+    layers = () if graph is None else graph.layers
+    own = {layer: [key for key in persistent if layer.has(key)] for layer in layers}
+    gone = [layer for layer, keys in own.items() if keys and not any(key in state_dict for key in keys)]
+    return dict(modules_of(gone))
+
+
+def _is_in(key: str, modules: Collection[str]) -> bool:
+    return any(key.startswith(f"{module}.") for module in modules)
 
 
 def _traced(graph: ChannelGraph, wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], int]:

@@ -23,6 +23,7 @@ from slimstart.narrow.compact import attribute_values, port_sides, ports_in, ten
 from slimstart.narrow.hooks import Hook
 from slimstart.narrow.networks import Networks
 from slimstart.narrow.optimizer_state import held_by
+from slimstart.narrow.removed_layers import modules_of
 from slimstart.narrow.shrink import METADATA
 from slimstart.narrow.store import Key
 
@@ -66,12 +67,10 @@ class ModelState:
 
     def _saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         selection = self._networks.exact_selection
-        owners = {id(owner): path for path, owner in module.named_modules()}
         metadata[METADATA] = {
             **structure_of(self._networks),
-            "attributes": {
-                (owners[id(owner)], name): value for owner, name, value in attribute_values(module, selection)
-            },
+            "attributes": {(owner, name): value for owner, name, value in attribute_values(selection)},
+            "identities": dict(modules_of(selection.graph.removed)),
             "ports": any(
                 side is not None for name in ports_in(selection.graph) for side in port_sides(name, selection)[0]
             ),

@@ -5,7 +5,8 @@ known to `slimstart.graph`.
 
 Open `base.py` first: the contract between a training and a policy. There are two policies:
 
-- `equal_worth.py` learns widths from gradients (the default). Widths are rounded in `widths.py`, here and everywhere.
+- `equal_worth.py` learns widths from gradients (the default). Widths are rounded in `widths.py`, here and everywhere;
+  `depth.py` has a rule for how many layers remain.
 - `paper.py` is Algorithm 1 of the paper: masks are drawn (`masks.py`), their losses give a gradient of the
   keep-probabilities (`estimators.py`), which takes a step (`adam.py`) and is projected on the budget (`projection.py`).
 

@@ -26,7 +26,7 @@ class BoundBudget(Movable, ABC):
     CUDA graph can hold it.
 
     Attributes:
-        dense: cost of the whole network.
+        dense: cost of the whole network, also where the table is without some of its layers.
         minimum: cost of the empty mask, for which the at-least-one rule keeps the first unit of every group.
         limit: fraction * dense.
         num_units: U.
@@ -60,9 +60,8 @@ class BoundBudget(Movable, ABC):
             (gradient,) = torch.autograd.grad(self.expected(point), point)
         return gradient
 
-    def _set_limit(self, budget: Budget, num_units: int, what: str) -> None:
-        self.num_units = num_units
-        self.dense = self.cost(torch.ones(num_units, dtype=torch.bool))
+    def _set_limit(self, budget: Budget, num_units: int, dense: int, what: str) -> None:
+        self.num_units, self.dense = num_units, dense
         self.minimum = self.cost(torch.zeros(num_units, dtype=torch.bool))
         self.limit = budget.fraction * self.dense
         if self.limit < self.minimum:
@@ -90,7 +89,7 @@ class BoundChannels(BoundBudget):
     def __init__(self, budget: Budget, table: CostTable) -> None:
         self._table = table
         self.filters = table.unit_filters.cpu().double()
-        self._set_limit(budget, table.num_units, "filters")
+        self._set_limit(budget, table.num_units, int((table.whole or table).unit_filters.sum()), "filters")
 
     def cost(self, mask: Tensor) -> int:
         self._check("mask", mask, mask.shape)
@@ -105,9 +104,9 @@ class BoundChannels(BoundBudget):
 class BoundPolynomial(BoundBudget):
     """`Params` or `Flops` over a cost table: the exact expectation over independent draws and the at-least-one rule."""
 
-    def __init__(self, budget: Budget, cost: ExpectedCost, what: str) -> None:
+    def __init__(self, budget: Budget, cost: ExpectedCost, dense: int, what: str) -> None:
         self._cost = cost
-        self._set_limit(budget, cost.num_units, what)
+        self._set_limit(budget, cost.num_units, dense, what)
 
     def cost(self, mask: Tensor) -> int:
         self._check("mask", mask, mask.shape)
@@ -150,7 +149,8 @@ class Params(Budget):
     """At most this fraction of the dense network's parameters; for the paper's policy on average until it settles."""
 
     def bind(self, table: CostTable) -> BoundPolynomial:
-        return BoundPolynomial(self, ExpectedCost(table, table.params), "parameters")
+        whole = table.whole or table
+        return BoundPolynomial(self, ExpectedCost(table, table.params), whole.dense(whole.params), "parameters")
 
 
 @dataclass(frozen=True)
@@ -161,4 +161,5 @@ class Flops(Budget):
     """
 
     def bind(self, table: CostTable) -> BoundPolynomial:
-        return BoundPolynomial(self, ExpectedCost(table, table.flops), "multiply-adds")
+        whole = table.whole or table
+        return BoundPolynomial(self, ExpectedCost(table, table.flops), whole.dense(whole.flops), "multiply-adds")

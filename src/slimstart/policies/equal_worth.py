@@ -49,6 +49,7 @@ from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.policies.base import LearnsFrom, check_count, check_type
 from slimstart.policies.budgets import BoundBudget, Budget
+from slimstart.policies.depth import layers_to_remove
 from slimstart.policies.masks import places
 from slimstart.policies.widths import ALIGN, Fit
 
@@ -74,6 +75,9 @@ class EqualWorth:
         resample_every: number of steps of a round; by default such that `rounds` of them are the search, or 50 if its
             length is not known.
         search_steps: length of the search; by default a fifth of the training.
+        depth: exponent of the rule that removes whole layers at the start (see `slimstart.policies.depth`): of the
+            layers that can go, a fraction `budget ** depth` remains. 0 keeps all; 0.5 lets depth and width shrink
+            alike.
 
     Raises:
         ValueError: a setting is out of range.
@@ -85,6 +89,7 @@ class EqualWorth:
     align: int = ALIGN
     resample_every: int | None = None
     search_steps: int | None = None
+    depth: float = 0.0
 
     coupling: ClassVar[str] = "stream"
     learns_from: ClassVar[LearnsFrom] = "gradients"
@@ -96,6 +101,8 @@ class EqualWorth:
         check_count("search_steps", self.search_steps, optional=True)
         if not 0 < self.rate <= 1:
             raise ValueError(f"`rate` is {self.rate}; it must be in (0, 1] (the default: 0.5)")
+        if not 0 <= self.depth < math.inf:
+            raise ValueError(f"`depth` is {self.depth}; it must be finite and at least 0, which keeps all layers")
         if not 0 <= self.pull < math.inf:
             raise ValueError(f"`pull` is {self.pull}; it must be finite and at least 0, which means no pull")
 
@@ -113,6 +120,7 @@ class EqualWorthSearch:
         total_steps: steps of the whole training, if known.
 
     Attributes:
+        removed: positions in `costs.layers` of the layers that the network is without.
         rounds: number of structure updates of this search.
         num_rounds: number of structure updates so far.
     """
@@ -127,8 +135,10 @@ class EqualWorthSearch:
         window = WINDOW if steps is None else max(1, round(steps / settings.rounds))
         self.window = window if settings.resample_every is None else settings.resample_every
         self.rounds = settings.rounds if steps is None else min(settings.rounds, max(1, round(steps / self.window)))
-        self.budget: BoundBudget = budget.bind(costs)
         self.settings, self.align = settings, settings.align
+        self.removed = layers_to_remove(costs, budget, settings.depth) if settings.depth and costs.layers else ()
+        costs = costs.without(self.removed)
+        self.budget: BoundBudget = budget.bind(costs)
         self._fit = Fit(self.budget, costs)
         self._group, self._sizes = self._fit.group, self._fit.sizes
         self._equal_shares = self._log_widths = self._fit.shares()
@@ -274,6 +284,7 @@ class EqualWorthSearch:
             "num_rounds": self.num_rounds,
             "begun": self._begun,
             "limit": self.budget.limit,
+            "removed": list(self.removed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,6 +296,11 @@ class EqualWorthSearch:
         if state["limit"] != self.budget.limit:
             limit = self.budget.limit
             raise CheckpointError(f"`state` has a budget of {state['limit']:g}, and this training {limit:g}; {RESUME}")
+        if state["removed"] != list(self.removed):
+            raise CheckpointError(
+                f"`state` is without the layers {state['removed']}, and this network without {list(self.removed)}; "
+                "give `EqualWorth` the same `depth`"
+            )
         num_seen = min(SEEN, state["count"])
         if len(state["seen"]) != num_seen:
             raise CheckpointError(f"`state` has {len(state['seen'])} gradients, and must have {num_seen:g}; {RESUME}")

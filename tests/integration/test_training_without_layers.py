@@ -1,0 +1,419 @@
+"""Trainings whose policy removes layers, from the first step or in the middle."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from slimstart import CheckpointError, EqualWorth, Flops, SparseTraining, flops, load, save, shrink_to
+from slimstart.lab import models
+from slimstart.policies import Budget
+from slimstart.policies.equal_worth import EqualWorthSearch
+
+BATCH = 8
+
+
+def make(name="vgg16", seed=0, width=0.125):
+    torch.manual_seed(seed)
+    return models.build(name, num_classes=4, in_channels=3, width=width)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 3, 16, 16, generator=generator), torch.randint(4, (BATCH,), generator=generator)
+
+
+class Rounds:
+    """Policy for tests: `removed` by number of structure updates; widths as in `EqualWorth`."""
+
+    coupling, learns_from = "stream", "gradients"
+
+    def __init__(self, *removed, window=2):
+        self.rounds, self.window = removed, window
+
+    def start(self, costs, budget, total_steps):
+        return RoundsSearch(self, costs, budget)
+
+
+class RoundsSearch(EqualWorthSearch):
+    def __init__(self, settings, costs, budget: Budget):
+        super().__init__(
+            EqualWorth(rounds=len(settings.rounds), resample_every=settings.window, align=1), costs, budget, None
+        )
+        self._policy, self._all, self._wanted = settings, costs, budget
+        self._use(settings.rounds[0])
+
+    def _use(self, removed):
+        self.removed = tuple(removed)
+        costs = self._all.without(self.removed)
+        self.budget = self._wanted.bind(costs)
+        self._fit._budget = self.budget
+        self._log_widths = self._fit(self._log_widths)
+        self._mask = self._wide(-torch.arange(costs.num_units).double())
+
+    def draw(self):
+        mask = super().draw()
+        number = min(self.num_rounds, len(self._policy.rounds) - 1)
+        if self.removed != tuple(self._policy.rounds[number]):
+            self._use(self._policy.rounds[number])
+            return self._mask[None].clone()
+        return mask
+
+    def load_state_dict(self, state):
+        self._use(state["removed"])
+        super().load_state_dict(state)
+
+
+def training(model, policy, optimizer=None, budget=0.3, **settings):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
+    images, _ = batch(0)
+    return SparseTraining(model, optimizer, images[:2], Flops(budget), policy=policy, **settings), optimizer
+
+
+def run(sparse, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        images, labels = batch(step)
+        loss = F.cross_entropy(sparse.model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+# --- the rule for depth ----------------------------------------------------------------------------------------------
+
+
+def test_layers_go_at_the_start_and_widths_fill_the_budget():
+    model = make()
+    sparse, optimizer = training(model, EqualWorth(depth=0.5, align=1), budget=0.1, total_steps=40)
+    removed = [layer.name for layer in sparse.graph.removed]
+    # Of 9 layers, in stages of 1, 1, 2, 2 and 3, three remain: 9 * 0.1 ** 0.5 is 2.8.
+    assert removed == ["features.20", "features.27", "features.30", "features.34", "features.37", "features.40"]
+    assert 0.09 < sparse.executed_flops / flops(make(), batch(0)[0][:2]) <= 0.1
+    for name in removed:
+        assert isinstance(model.get_submodule(name), nn.Identity)
+    run(sparse, optimizer, 20)
+    assert sparse.settled
+    assert [layer.name for layer in sparse.graph.removed] == removed
+    small = sparse.finish()
+    assert small is model
+    assert flops(small, batch(0)[0]) <= 0.1 * flops(make(), batch(0)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "kept"),
+    [
+        # blocks or convolutions that can go, by stage
+        ("vgg19", 0.1, (1, 1, 1, 1, 0)),
+        ("vgg19", 0.02, (1, 1, 0, 0, 0)),
+        ("resnet32", 0.1, (2, 1, 1)),
+        ("resnet32", 0.25, (2, 2, 2)),
+        ("resnet32", 1.0, (5, 4, 4)),
+    ],
+)
+def test_layers_that_the_rule_keeps(name, budget, kept):
+    model = make(name, width=0.25)
+    sparse, _ = training(model, EqualWorth(depth=0.5, align=1), budget=budget)
+    names = [layer.name for layer in sparse.graph.layers]
+    if name == "vgg19":
+        pools = [i for i, layer in enumerate(model.features) if isinstance(layer, nn.MaxPool2d)]
+        stage = [sum(int(one.split(".")[1]) > pool for pool in pools) for one in names]
+    else:
+        stage = [int(one[len("stage")]) - 1 for one in names]
+    assert tuple(stage.count(i) for i in range(len(kept))) == kept
+
+
+def test_a_network_without_layers_trains_as_one_that_never_had_them():
+    """Same weights, same loss, same weights after each step, without momentum or scale that would tell them apart."""
+    whole = make().double()
+    optimizer = torch.optim.SGD(whole.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
+    sparse = SparseTraining(
+        whole, optimizer, batch(0)[0][:2].double(), Flops(0.2), total_steps=1000, policy=EqualWorth(depth=0.5, align=1)
+    )
+    reference = copy.deepcopy(sparse.snapshot())
+    other = torch.optim.SGD(reference.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
+    for step in range(5):
+        images, labels = batch(step)
+        for model, one in ((whole, optimizer), (reference, other)):
+            loss = F.cross_entropy(model(images.double()), labels)
+            one.zero_grad()
+            loss.backward()
+            one.step()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(dict(whole.named_parameters())[name], parameter, rtol=0, atol=1e-10)
+
+
+# --- layers that go in the middle ------------------------------------------------------------------------------------
+
+
+def test_layers_go_and_return_during_training():
+    model = make("resnet20", width=0.5)
+    parameters = dict(model.named_parameters())
+    sparse, optimizer = training(model, Rounds((), (0, 3), (3,), (3,)))
+    modules = [model.stage1[0], model.stage2[1]]
+    run(sparse, optimizer, 2)
+    assert isinstance(model.stage1[0], nn.Identity)
+    assert isinstance(model.stage2[1], nn.Identity)
+    assert "stage1.0.conv1.weight" not in dict(model.named_parameters())
+    run(sparse, optimizer, 2, start=2)
+    assert model.stage1[0] is modules[0]
+    assert isinstance(model.stage2[1], nn.Identity)
+    run(sparse, optimizer, 6, start=4)
+    assert sparse.settled
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(parameters)
+    small = sparse.finish()
+    assert isinstance(small.stage2[1], nn.Identity)
+
+
+def test_weights_of_a_layer_that_returns_are_those_that_it_left_with():
+    model = make("resnet20", width=0.5)
+    sparse, optimizer = training(model, Rounds((), (0,), (), (), window=2), budget=0.6)
+    run(sparse, optimizer, 1)
+    images, labels = batch(1)
+    optimizer.zero_grad()
+    F.cross_entropy(model(images), labels).backward()
+    optimizer.step()  # which ends the window: the weights of this step are stored
+    stored = sparse.dense_copy().stage1[0].conv1.weight.clone()
+    assert isinstance(model.stage1[0], nn.Identity)
+    run(sparse, optimizer, 2, start=2)
+    torch.testing.assert_close(sparse.dense_copy().stage1[0].conv1.weight, stored, rtol=0, atol=0)
+    assert not isinstance(model.stage1[0], nn.Identity)
+
+
+def test_the_loss_when_a_residual_block_goes_is_that_without_its_branch():
+    model = make("resnet20", width=0.5).eval()
+    sparse, optimizer = training(model, Rounds((), (1,), (1,), window=3), budget=0.9)
+    run(sparse, optimizer, 3)
+    images, _ = batch(9)
+    dense = sparse.dense_copy().eval()
+    nn.init.zeros_(dense.stage1[1].bn2.weight)
+    nn.init.zeros_(dense.stage1[1].bn2.bias)
+    from slimstart.narrow.compact import compact
+
+    expected = compact(dense, sparse._networks.dense_graph.select(sparse.mask)).eval()
+    torch.testing.assert_close(model.eval()(images), expected(images), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_layers_that_are_gone_are_not_seen():
+    model = make("resnet20", width=0.5)
+    gone = dict(model.named_parameters())["stage1.0.conv1.weight"]
+    sparse, optimizer = training(model, Rounds((0,), (0,), (0,)))
+    before = gone.detach().clone()
+    run(sparse, optimizer, 6)
+    assert gone.grad is None
+    assert torch.equal(gone, before)
+    assert gone not in optimizer.state
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizer_state_of_layers_that_go_is_dropped(kind):
+    model = make("resnet20", width=0.5)
+    optimizer = kind(model.parameters(), 1e-3)
+    weight = model.stage1[0].conv1.weight
+    sparse, _ = training(model, Rounds((), (0,), (), ()), optimizer)
+    run(sparse, optimizer, 1)
+    run(sparse, optimizer, 1, start=1)
+    assert weight not in optimizer.state
+    run(sparse, optimizer, 3, start=2)
+    for value in optimizer.state[weight].values():
+        assert not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == weight.shape
+
+
+def test_several_optimizers():
+    model = make("resnet20", width=0.5)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizers = [torch.optim.SGD(matrices, 0.05, momentum=0.9), torch.optim.AdamW(vectors, 1e-3)]
+    images, _ = batch(0)
+    sparse = SparseTraining(model, optimizers, images[:2], Flops(0.4), policy=Rounds((), (0, 1), (1,)))
+    for step in range(8):
+        images, labels = batch(step)
+        loss = F.cross_entropy(model(images), labels)
+        for one in optimizers:
+            one.zero_grad()
+        loss.backward()
+        for one in optimizers:
+            one.step()
+    assert [layer.name for layer in sparse.graph.removed] == ["stage1.1"]
+
+
+def test_step_does_the_same_as_the_loop_by_hand():
+    results = []
+    for by_hand in (True, False):
+        model = make("resnet20", width=0.5)
+        sparse, optimizer = training(model, Rounds((), (0, 3), (3,)))
+        if by_hand:
+            run(sparse, optimizer, 8)
+        else:
+            for step in range(8):
+                sparse.step(lambda net, x, y: F.cross_entropy(net(x), y), *batch(step))
+        results.append(sparse.finish().state_dict())
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_resumes_bit_for_bit(tmp_path):
+    def fresh():
+        model = make("resnet20", width=0.5)
+        return training(model, Rounds((), (0, 3), (3,), (3,), window=3))
+
+    sparse, optimizer = fresh()
+    run(sparse, optimizer, 4)  # layers 0 and 3 are gone
+    sparse.save(tmp_path / "state")
+    run(sparse, optimizer, 10, start=4)
+    again, second = fresh()
+    again.load(tmp_path / "state")
+    assert [layer.name for layer in again.graph.removed] == ["stage1.0", "stage2.1"]
+    run(again, second, 10, start=4)
+    expected, found = sparse.finish().state_dict(), again.finish().state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_checkpoint_of_another_depth_is_refused():
+    sparse, _ = training(make(), EqualWorth(depth=0.5, align=1), budget=0.1)
+    other, optimizer = training(make(), EqualWorth(align=1), budget=0.1)
+    before = {name: p.clone() for name, p in other.model.named_parameters()}
+    with pytest.raises(CheckpointError, match="give `EqualWorth` the same `depth`"):
+        other.load_state_dict(sparse.state_dict())
+    assert all(torch.equal(p, before[name]) for name, p in other.model.named_parameters())
+    run(other, optimizer, 1)
+
+
+@pytest.mark.parametrize("removed", ["nothing", ["features.0"], [3], None])
+def test_a_checkpoint_without_unknown_layers_is_refused(removed):
+    sparse, _ = training(make(), EqualWorth(align=1))
+    state = sparse.state_dict() | {"removed": removed}
+    with pytest.raises(CheckpointError):
+        sparse.load_state_dict(state)
+
+
+def test_a_narrow_state_dict_brings_its_layers_along():
+    policy = Rounds((), (0, 3), (3,), window=3)
+    sparse, optimizer = training(make("resnet20", width=0.5), policy)
+    run(sparse, optimizer, 4)
+    images, _ = batch(9)
+    expected = sparse.model.eval()(images)
+    state, momentum = copy.deepcopy(sparse.model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    other, second = training(make("resnet20", seed=1, width=0.5), policy)
+    other.model.load_state_dict(state)
+    assert isinstance(other.model.stage1[0], nn.Identity)
+    assert torch.equal(other.model.eval()(images), expected)
+    second.load_state_dict(momentum)
+    with pytest.raises(RuntimeError, match="SparseTraining"):
+        run(other, second, 1)
+    assert torch.equal(other.finish().eval()(images), expected)
+
+
+def test_a_narrow_state_dict_of_unknown_layers_is_refused():
+    sparse, _ = training(make("resnet20", width=0.5), Rounds((), ()))
+    state = sparse.model.state_dict()
+    state._metadata[""]["slimstart"]["removed"] = ["stem"]
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        sparse.model.load_state_dict(state)
+
+
+def test_a_dense_copy_has_all_layers():
+    model = make("resnet20", width=0.5)
+    original = copy.deepcopy(model)
+    sparse, _ = training(model, Rounds((0, 3), (0, 3)), pretrained=True)
+    whole = sparse.dense_copy()
+    assert all(torch.equal(p, dict(original.named_parameters())[name]) for name, p in whole.named_parameters())
+    assert isinstance(model.stage1[0], nn.Identity)
+
+
+def test_a_snapshot_is_the_network_that_finish_returns():
+    sparse, optimizer = training(make("resnet20", width=0.5), Rounds((), (0,), (0,)))
+    run(sparse, optimizer, 7)
+    small, images = sparse.snapshot().eval(), batch(9)[0]
+    assert torch.equal(small(images), sparse.finish().eval()(images))
+
+
+def test_a_finished_network_is_saved_loaded_and_shrunk_to(tmp_path):
+    sparse, optimizer = training(make(), EqualWorth(depth=0.5, align=1), budget=0.1, total_steps=20)
+    run(sparse, optimizer, 20)
+    small, images = sparse.finish().eval(), batch(9)[0]
+    save(small, tmp_path / "small")
+    assert torch.equal(load(tmp_path / "small", make).eval()(images), small(images))
+    again = shrink_to(make(seed=1), small.state_dict(), images[:2]).eval()
+    assert torch.equal(again(images), small(images))
+    with pytest.raises(CheckpointError, match="give `example_inputs`"):
+        shrink_to(make(seed=1), small.state_dict())
+
+
+def test_a_state_dict_of_a_training_needs_no_example_inputs_to_be_shrunk_to():
+    sparse, optimizer = training(make(), EqualWorth(depth=0.5, align=1), budget=0.1, total_steps=20)
+    run(sparse, optimizer, 3)
+    images = batch(9)[0]
+    again = shrink_to(make(seed=1), sparse.model.state_dict()).eval()
+    assert torch.equal(again(images), sparse.model.eval()(images))
+    assert isinstance(again.features[20], nn.Identity)
+
+
+# --- what surrounds a model ------------------------------------------------------------------------------------------
+
+
+def test_copies_follow():
+    model = make("resnet20", width=0.5)
+    sparse, optimizer = training(model, Rounds((), (0, 3), (0, 3)))
+    average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    sparse.follow(average)
+    for step in range(8):
+        run(sparse, optimizer, 1, start=step)
+        average.update_parameters(model)
+    assert isinstance(average.module.stage1[0], nn.Identity)
+    sparse.finish()
+    average.module.eval()(batch(0)[0])
+
+
+def test_a_layer_that_a_copy_lacks_cannot_return():
+    model = make("resnet20", width=0.5)
+    sparse, optimizer = training(model, Rounds((0,), (0,), ()))
+    run(sparse, optimizer, 1)
+    sparse.follow(copy.deepcopy(model))
+    with pytest.raises(RuntimeError, match="make the copy again"):
+        run(sparse, optimizer, 6, start=1)
+
+
+def test_training_mode_is_that_of_the_model_when_a_layer_returns():
+    model = make("resnet20", width=0.5)
+    sparse, optimizer = training(model, Rounds((), (0,), (), ()))
+    run(sparse, optimizer, 2)
+    model.eval()
+    run(sparse, optimizer, 2, start=2)
+    assert not model.stage1[0].training
+    assert not model.stage1[0].bn1.training
+
+
+def test_a_layer_that_the_user_replaces_is_refused():
+    model = make("resnet20", width=0.5)
+    sparse, optimizer = training(model, Rounds((), (0,), (0,)))
+    model.stage1[0] = nn.Identity()
+    with pytest.raises(RuntimeError, match="another layer"):
+        run(sparse, optimizer, 3)
+
+
+def test_an_interrupted_change_of_layers_is_completed(monkeypatch):
+    model = make("resnet20", width=0.5)
+    sparse, optimizer = training(model, Rounds((), (0, 3), (3,), (3,)))
+    from slimstart.narrow import change
+
+    calls, swap = iter(range(10_000)), change.swap_
+
+    def interrupted(tensor, value):
+        if next(calls) == 20:
+            raise KeyboardInterrupt
+        swap(tensor, value)
+
+    monkeypatch.setattr(change, "swap_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(sparse, optimizer, 4)
+    run(sparse, optimizer, 8, start=4)
+    assert [layer.name for layer in sparse.graph.removed] == ["stage2.1"]
+    assert sparse.finish()(batch(0)[0]).shape == (BATCH, 4)
