@@ -44,11 +44,17 @@ def _section(experiment: Experiment, paper: list[Published], heading: str) -> It
 def _network(experiment: Experiment, lines: list[Line], up: str) -> Iterator[str]:
     first = lines[0].row.first
     facts = [f"{model_title(first.model)} on {data_title(first.data)}. Records: [results/{experiment.name}]({up})"]
+    budgets = {_own("budget")(line) for line in lines} - {MISSING}
+    facts += [f"budget {escaped(*budgets)}"] if len(budgets) == 1 else []
     facts += [_listed(str(line.row.first.config.get("precision", "float32")) for line in lines)]
     facts += [_listed(line.row.first.hardware for line in lines)]
     yield f"{', '.join(facts)}. {SHORT if any(line.is_short for line in lines) else ''}".rstrip()
     columns = [[title, *map(cell, lines)] for title, cell in CELLS]
-    filled = [column for column in columns if set(column[1:]) != {MISSING}]
+    filled = [
+        column
+        for column in columns
+        if set(column[1:]) != {MISSING} and not (column[0] == "budget" and len(budgets) == 1)
+    ]
     yield ""
     yield from markdown_table(list(zip(*filled, strict=True)), ("run", "budget"))
 

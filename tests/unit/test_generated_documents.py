@@ -295,7 +295,7 @@ def test_everything_in_a_folder_is_read(tmp_path: Path) -> None:
     assert (list(found.studies), list(found.benchmarks)) == (["v.json"], ["list.json", "other.json"])
     text = experiment_pages.page(found.experiments["a"], [])
     assert "[log](../../results/a/log.txt), [b](../../results/archive/b), a [GPU](https://gpu.org)." in text
-    assert "Records: [results/a](../../results/a), bfloat16, NVIDIA H200." in text
+    assert "Records: [results/a](../../results/a), budget flops=0.087, bfloat16, NVIDIA H200." in text
 
 
 def test_a_record_that_is_not_sound_is_refused(tmp_path: Path) -> None:
