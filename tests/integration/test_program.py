@@ -335,7 +335,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         started(tmp_path / "run", watcher=Killer(3)).train()
     program = started(tmp_path / "run")
     program.task.data = dataclasses.replace(program.task.data, digest="other")
-    with pytest.raises(ConfigError, match="begun with other data"):
+    with pytest.raises(ConfigError, match="began with other data"):
         program.train()
 
 

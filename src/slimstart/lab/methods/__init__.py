@@ -1,4 +1,4 @@
-"""Methods to compare with, one file each. `uniform` is the one that a sceptic asks for first.
+"""Methods to compare with, one file each. Compare with `uniform` and `shallow` first.
 
 - Built narrow before training: `uniform_widths.py`, `shallow.py`, `random_structure.py`.
 - Cut after training, by a function `choose(trained) -> mask`: `l1_filter.py`, `soft_filter.py`, `thinet.py`,
@@ -7,7 +7,7 @@
 - Learned as gates by the chain rule, on the dense network (`gated_network.py`): `gates.py` has what they share,
   `sampled_gates.py`, `thresholded_gates.py` and `grow_efficient.py` the kinds, `relaxations.py` their names.
 
-How a run trains with them is in `slimstart.lab.run`. docs/methods.md says where they follow their authors.
+How a run trains with them is in `slimstart.lab.run`. docs/methods.md compares them with their authors' versions.
 """
 
 from slimstart.lab.methods import l1_filter, provable, slimming, soft_filter, thinet
@@ -26,11 +26,11 @@ PRUNERS: dict[str, Choose] = {
     "slimming": slimming.choose,
 }
 
-# Ways to use a method, and of those that one method alone has, which one.
+# Protocols that a single method has, and that method.
 OWN_PROTOCOLS: dict[str, str] = {"folded": "soft", "front_heavy": "uniform"}
 PROTOCOLS = (*PRUNING_PROTOCOLS, *OWN_PROTOCOLS)
 
-# What is left of the network after each of several rounds, where it is not `pruning.even_rounds`.
+# The cost after each of several rounds, for methods that do not use `pruning.even_rounds`.
 ROUNDS: dict[str, Rounds] = {"thinet": thinet.round_fractions}
 
 __all__ = [

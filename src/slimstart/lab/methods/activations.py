@@ -1,10 +1,10 @@
-r"""What layers that mix channels are given: every call of one as a product of its weight and patches of its input.
+r"""Inputs of layers that mix channels: every call of a layer as a product of its weight and patches of its input.
 
 A linear layer, or a convolution of any kind, computes for every filter i and at every position p of its output
 
 .. math:: y_{pi} = \mathrm{bias}_i + \sum_c \langle w_{ic}, a_{pc} \rangle,
 
-where :math:`a_{pc}` is what the kernel's taps cover of channel c. A unit owns one channel or several of them (behind a
+where :math:`a_{pc}` is what the kernel's taps cover of channel c. A unit owns one channel or several of them (after a
 flatten each of its pixels is one); its *contribution* is their part of the sum.
 """
 
@@ -55,7 +55,7 @@ class Reading:
 
 
 def observable(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
-    """The readers that are understood: linear layers and convolutions which use their weight as it stands.
+    """The readers that are supported: linear layers and convolutions that use their weight unchanged.
 
     (The kernel groups of a grouped convolution go with their units; it mixes nothing.)
     """
@@ -77,10 +77,10 @@ def observe(
     loss_fn: Callable[..., Any],
     look: Callable[[Reader, Reading], None],
 ) -> None:
-    """Run batches through a model in evaluation mode, and look at every call of some of its layers.
+    """Run batches through a model in evaluation mode, and observe every call of some of its layers.
 
     Args:
-        model: a copy that nobody needs afterwards: it is left in evaluation mode.
+        model: left in evaluation mode, so give a copy.
         layers: of those that `observable` gave.
         loss_fn: called as `loss_fn(model, *batch)`; its value is not used.
     """
@@ -111,7 +111,7 @@ def _reading(module: nn.Module, x: Tensor, output: Tensor, units: Tensor) -> Rea
     num_dims = len(module.kernel_size)
     x = x if x.dim() == num_dims + 2 else x.unsqueeze(0)
     if isinstance(module, _ConvTransposeNd):
-        # It is the plain convolution, by the kernel turned round, of the input with zeros strewn in.
+        # A transposed convolution is the plain one by the flipped kernel, with zeros between the inputs.
         weight = weight.transpose(0, 1).flip(*range(2, num_dims + 2))
         x, strides = _strewn(x, module, output.shape[-num_dims:]), (1,) * num_dims
     else:

@@ -1,12 +1,11 @@
-r"""A dense network with gates: what methods train that learn a structure by the chain rule.
+r"""A dense network with gates, for methods that learn a structure by the chain rule.
 
 A gate multiplies a unit wherever channels are mixed, that is, the columns of all weights that read it,
 
 .. math:: y = \sum_c w_{:,c} \, g_c \, x_c,
 
-so it acts behind the normalisation, which would divide it away in front. With gates of 0 and 1 this is the masked dense
-network; with anything between them it has a gradient for every gate, also for those at 0: there lies its price, nothing
-is narrow.
+so it acts after the normalisation, which would cancel a factor before it. With gates of 0 and 1 this is the masked
+dense network. Every gate has a gradient, also at 0, so the network is never narrow while gates are learned.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TOLERANCE = 1e-8
 
 
 class Gated(nn.Module):
-    """A dense model whose units are multiplied by gates. Parameters are the model's own, and so is its forward.
+    """A dense model whose units are multiplied by gates. It has the parameters and the forward of the model.
 
     Args:
         model: from which the graph was traced.
@@ -40,7 +39,7 @@ class Gated(nn.Module):
         gates: called once per forward; returns (num_units,) gates on the model's device.
 
     Raises:
-        TraceError: nobody reads a unit through a weight, so that a gate could not act; the message names the layer.
+        TraceError: no layer reads a unit through a weight, so a gate has no effect; the message names the layer.
     """
 
     _units: Tensor
@@ -54,7 +53,7 @@ class Gated(nn.Module):
         modules = dict(model.named_modules(remove_duplicate=False))
         self._sizes = [reader.units.numel() for reader in found]
         # Of every weight: itself, the shape in which its gates multiply it, and its names. A module that is reached
-        # by two paths is given the weight once: `functional_call` would take the first gift for the weight itself.
+        # by two paths gets the gated weight once: `functional_call` would take the first one for the weight itself.
         self._weights: list[tuple[nn.Parameter, list[int], list[str]]] = []
         for reader in found:
             owners = {(id(modules[path]), key): f"{path}.{key}" if path else key for path, key in places[reader.weight]}
@@ -78,7 +77,7 @@ class Gated(nn.Module):
 
 @torch.no_grad()
 def fold_(model: nn.Module, graph: ChannelGraph, gates: Tensor) -> nn.Module:
-    """Multiply gates into the weights, in place: the model alone computes then what it did with them.
+    """Multiply gates into the weights, in place: the model then computes the same without them.
 
     Args:
         gates: (num_units,), on any device.
@@ -92,7 +91,7 @@ def fold_(model: nn.Module, graph: ChannelGraph, gates: Tensor) -> nn.Module:
 
 
 def gated_readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
-    """The weights at which gates act; `TraceError` where a unit has none."""
+    """The weights that gates multiply; `TraceError` where a unit has none."""
     found = readers(graph, model)
     read = torch.zeros(graph.num_units + 1, dtype=torch.bool)
     for reader in found:
@@ -107,7 +106,7 @@ def gated_readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
 
 
 def verify_gating(model: nn.Module, graph: ChannelGraph, example_inputs: Any, seed: int = 0) -> None:
-    """Prove on an example that gates of 0 and 1 make the masked dense network, in evaluation mode and float64.
+    """Check on an example that gates of 0 and 1 give the masked dense network, in evaluation mode and float64.
 
     Channels may also be mixed without a weight (a product of two activations), which no list of readers shows.
 

@@ -1,7 +1,7 @@
 """Gates: a structure that is learned by the chain rule, on a dense network (`gated_network.Gated`).
 
-A relaxation says how gates follow from what is learned, s, and what gradient s gets from them; everything else is here:
-where the gradient goes, that a step which failed changes nothing, what the structure costs and which masks it proposes.
+A relaxation defines the gates as a function of the learned s, and the gradient of s. Everything else is here: hooks for
+the gradient, steps that change nothing after a failure, costs, and proposed masks.
 A step of the network is a step of the gates: `begin_step` on the host, `forward` and its backward, the optimizer's
 step, `learn_`. The last three have a fixed number of operations and ask for no value, so a CUDA graph can hold them.
 """
@@ -28,7 +28,7 @@ class Gates(nn.Module, ABC):
     Random numbers of gates are of torch's own generator of their device, which a CUDA graph advances.
 
     Args:
-        s: what is learned, float64, on the device where the gates are to stay.
+        s: learned parameters, float64, on the device of the gates.
         table: the network's cost table.
         budget: what may stay of the network.
         lr: the learning rate of s.
@@ -99,11 +99,11 @@ class Gates(nn.Module, ABC):
     @property
     @abstractmethod
     def keep_probs(self) -> Tensor:
-        """(U,) float64 on the CPU: how probably each unit is kept; a copy."""
+        """(U,) float64 on the CPU: the probability that each unit is kept; a copy."""
 
     @property
     def expected_cost(self) -> float:
-        """What the budget limits, in expectation over masks, as a fraction of the dense network's."""
+        """The expected cost in the unit of the budget, as a fraction of the dense network."""
         return float(self.budget.expected(self.keep_probs)) / self.budget.dense
 
     @property
@@ -122,7 +122,7 @@ class Gates(nn.Module, ABC):
         return torch.stack([cut(mask, s, self._table, self.budget) for mask in sample(s, n, self._generator)])
 
     def values(self) -> Tensor:
-        """(U,) float32: what a unit is multiplied by if it is kept, for `fold_`."""
+        """(U,) float32: the gates of kept units, for `fold_`."""
         return torch.ones(self.budget.num_units, device=self.s.device)
 
     def get_extra_state(self) -> Tensor:

@@ -1,17 +1,17 @@
 r"""Growing efficient networks by structured continuous sparsification (Yuan, Savarese and Maire, ICLR 2021).
 
-Every unit has a logit s, and a draw :math:`q \sim \mathrm{Bernoulli}(\sigma(\beta s))` that holds for an epoch:
+Every unit has a logit s, and a draw :math:`q \sim \mathrm{Bernoulli}(\sigma(\beta s))` for each epoch:
 
 .. math:: g = \sigma(\beta s) \, q, \qquad L + \lambda \sum_u \sigma(\beta_u s_u), \qquad
           \lambda = \lambda_0 \, (c(q) / c^* - 1), \qquad \beta_u = \beta_1^{\,t_u / T},
 
-with c(q) the cost of the draw and c* the budget's: the penalty prunes a network that is too
-large and grows one that is too small. :math:`t_u` of all T steps are those in which the unit was drawn, so a logit
-hardens only while it is in use. The gradient is that of q = 1, also where q = 0: the forward is as narrow as the draw,
-the backward is dense, and `forward_flops` counts so. Nothing is projected: the end may miss the budget on either side,
-and the masks are what the method itself says, :math:`s > 0`, the limit of the draw as beta grows.
+with c(q) the cost of the draw and c* the budget's: the penalty prunes a network that is too large and grows one that is
+too small. :math:`t_u` of all T steps are those in which the unit was drawn, so a logit hardens only while it is in use.
+The gradient is that of q = 1, also where q = 0: the forward is as narrow as the draw, the backward is dense, and
+`forward_flops` counts so. Nothing is projected: the final network may be above or below the budget, and its mask is
+that of the method, :math:`s > 0`, the limit of the draw as beta grows.
 
-The authors' own program was not at hand. What the paper's text does not settle is marked as ours.
+The authors' program was not available. Choices that the paper's text leaves open are marked as ours.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PENALTY, SEED_WIDTH, LEAST_WIDTH = 0.02, 0.5, 1e-3
 
 
 class GrowEfficientGates(Gates):
-    """Gates that are drawn anew by `begin_epoch`; before the first, the most probable ones."""
+    """Gates that `begin_epoch` draws; before the first epoch, the most probable ones."""
 
     default_lr = LR
 
@@ -108,11 +108,11 @@ class GrowEfficientGates(Gates):
         return int(self.sparse_flops)
 
     def best_guess(self) -> Tensor:
-        """The units of positive logit, and at least one of every group; whatever they cost."""
+        """The units of positive logit, and at least one of every group, without regard to the budget."""
         return self._table.at_least_one(self.s.cpu() > 0)
 
     def candidates(self, n: int) -> Tensor:
-        """`best_guess`, n times: in the end there is nothing to draw."""
+        """`best_guess`, n times: the final mask is not random."""
         return self.best_guess().expand(n, -1).clone()
 
     def values(self) -> Tensor:

@@ -1,8 +1,8 @@
 """L1-Pruning (Li et al. 2017): drop the filters whose weights have the smallest sum of magnitudes.
 
-The authors set the widths by hand, from how much the loss of the trained network suffers when one layer alone is
-pruned. Here the same curves set them: one tolerance for all layers, each keeps as few filters as raise the loss by no
-more than that, and the tolerance is as small as the budget allows.
+The authors set the widths by hand, from the rise of the loss of the trained network when a single layer is
+pruned. Here the same curves set them: each layer keeps the fewest filters that raise the loss by no more than a common
+tolerance, which is as small as the budget allows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from slimstart.lab.methods.pruning import Trained, filter_norms
 from slimstart.lab.methods.shares import group_sizes, keep_best, keep_share, largest_within
 
 FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1, 0.0)
-"""Of a group, at which its curve is measured; in between it is taken as straight. 0: one unit is left."""
+"""Kept fractions of a group at which its curve is measured, linear in between. 0: one unit is kept."""
 
 NUM_BATCHES = 4
-HOPELESS = 1e6  # a rise of the loss that is not finite
+HOPELESS = 1e6  # in place of a rise of the loss that is not finite
 SLOPE = 1e-6  # of every curve, at least: layers whose loss does not rise shrink alike, and no further than they must
 
 
@@ -39,7 +39,7 @@ def choose(trained: Trained) -> Tensor:
 
 
 def sensitivity(trained: Trained, scores: Tensor) -> Tensor:
-    """(groups, fractions): by how much the loss rises if this group alone keeps this fraction; ever higher."""
+    """(groups, fractions): the rise of the loss if only this group is pruned, to this fraction; made monotone."""
     graph = trained.graph
     network = MaskedNetwork(trained.model, graph)
 
@@ -67,7 +67,7 @@ def measured_widths(sizes: Tensor) -> Tensor:
 
 
 def widths_within(curves: Tensor, tolerance: float, sizes: Tensor) -> Tensor:
-    """How many units each group needs, so that its own rise of the loss is at most the tolerance.
+    """The number of units that each group needs for a rise of the loss of at most the tolerance.
 
     Args:
         curves: as `sensitivity` gives them.
@@ -75,7 +75,7 @@ def widths_within(curves: Tensor, tolerance: float, sizes: Tensor) -> Tensor:
     """
     last = (curves <= tolerance).sum(1) - 1  # the curves begin at zero
     row, widths = torch.arange(len(curves)), measured_widths(sizes)
-    # Behind the last point nothing is to be had.
+    # After the last point there are no units left to remove.
     low, high = curves[row, last], F.pad(curves, (0, 1), value=torch.inf)[row, last + 1]
     start, end = widths[row, last], F.pad(widths, (0, 1), value=1.0)[row, last + 1]
     return (start + (tolerance - low) / (high - low) * (end - start)).ceil()

@@ -1,7 +1,7 @@
 """A masked dense network that changes its mask in place, for hundreds of forwards of sampled networks in a row.
 
-It computes what the narrow network of a mask does, at the price of the dense one, but without anything being built: no
-tensor changes its shape or its place, and the host is not asked for anything, so a CUDA graph can hold a whole draw.
+It computes the same as the narrow network of a mask, at the cost of the dense one, but builds nothing: no tensor
+changes its shape or its address, and the host does not wait, so a CUDA graph can include the draw of a mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MaskedNetwork:
     In training mode normalisation uses the statistics of its batch; the running ones in the copy mean nothing.
 
     Args:
-        model: the dense model, of which the present values count.
+        model: the dense model, with its present values.
         graph: of the model.
 
     Attributes:
@@ -50,7 +50,7 @@ class MaskedNetwork:
 
     @torch.no_grad()
     def set_(self, mask: Tensor) -> None:
-        """Become the network of a mask.
+        """Change to the network of a mask.
 
         Args:
             mask: a raw draw, a bool tensor of shape (num_units,).

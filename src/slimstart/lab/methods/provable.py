@@ -7,7 +7,7 @@ filters i of the layers that read it,
 
 taken apart by the signs of weights and of activations, so that nothing cancels: a share is at most 1. (The authors'
 release takes the largest share of a single tap; here the taps of a channel stay together, as they do when it goes.)
-Of a unit with several readers it is the largest.
+For a unit with several readers it is the largest one.
 
 Draws with replacement, by probabilities :math:`p_c = s_c / S` with :math:`S = \sum_c s_c` over the group, keep all
 pre-activations within a factor :math:`1 \pm \varepsilon`, but for a probability :math:`\delta`, if there are
@@ -17,8 +17,8 @@ pre-activations within a factor :math:`1 \pm \varepsilon`, but for a probability
 
 of them (the bound of arXiv 1911.07412 with the constants of the authors' release, torchprune: n positions per image,
 :math:`\kappa` taps, :math:`\delta = 10^{-16}`, K = 18). They find :math:`\sum_c 1 - (1 - p_c)^m` different channels on
-average, and so many stay: the best, as in the authors' deterministic variant (there is no random one here). One
-:math:`\varepsilon` for all groups, the least that the budget allows, deals out the widths; K only renames it.
+average. That is the number of channels that are kept: the best ones, as in the authors' deterministic variant. A common
+:math:`\varepsilon` for all groups, the least that the budget allows, sets the widths; K only rescales it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slimstart.policies.masks import cut
 
 FAILURE = 1e-16
 CONSTANT = 18.0
-# Numbers in the largest tensors that are held at a time, a handful: 128 MiB each in single precision.
+# Largest number of elements of the temporary tensors: 128 MiB each in single precision.
 CHUNK = 1 << 25
 # The range of errors that is searched: wider than any budget asks for.
 LARGEST_ERROR, SMALLEST_ERROR = 1e30, 1e-30
@@ -47,7 +47,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def choose(trained: Trained) -> Tensor:
-    """The units to keep; the model is left as it is."""
+    """The mask of the units to keep; the model is not changed."""
     graph, budget = trained.graph, trained.budget
     sensitivity, outcomes = sensitivities(trained)
     if trained.protocol == "uniform":
@@ -64,9 +64,9 @@ def choose(trained: Trained) -> Tensor:
 
 
 def sensitivities(trained: Trained) -> tuple[Tensor, Tensor]:
-    """Of every unit its sensitivity, and the largest (n + 1) * kappa of its readers; both (U,), float64.
+    """Sensitivities of all units, and the largest (n + 1) * kappa of their readers; both (U,), float64.
 
-    A unit that is read by no layer of which shares are understood is judged by the norm of its filters, relative to the
+    A unit that no supported layer reads is judged by the norm of its filters, relative to the
     largest of its group.
     """
     graph = trained.graph
@@ -117,7 +117,7 @@ def largest_shares(reading: Reading, channels: Tensor) -> Tensor:
             inputs = _by_unit(half, channels).permute(1, 2, 0)  # (B, taps, positions)
             for weight, kernel in zip(signed, kernels, strict=True):
                 total = weight.flatten(1) @ half.flatten(1).T
-                # Where nothing arrives, nobody has a share of it.
+                # Shares of a sum that is zero are zero.
                 inverse = torch.where(total > torch.finfo(total.dtype).tiny, 1 / total, 0.0)
                 best = torch.maximum(best, torch.bmm(kernel, inputs).mul_(inverse).amax((1, 2)))
     return best.clamp(max=1)
@@ -129,7 +129,7 @@ def _by_unit(rows: Tensor, channels: Tensor) -> Tensor:
 
 
 def widths_for(error: float, sensitivity: Tensor, outcomes: Tensor, graph: ChannelGraph) -> Tensor:
-    """How many units of every group stay for this error: the expected number of different ones among m draws."""
+    """Number of units to keep of every group for this error: the expected number of different ones in m draws."""
     group, zeros = graph.costs.unit_group, torch.zeros(len(graph.groups), dtype=torch.float64)
     total = zeros.index_add(0, group, sensitivity)
     most = zeros.scatter_reduce(0, group, outcomes, "amax")

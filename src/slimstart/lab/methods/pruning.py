@@ -1,8 +1,8 @@
-"""What methods that cut a trained network share: what they are given, and how filters are scored.
+"""Common parts of methods that cut a trained network: their input, and scores of filters.
 
-A method is a function `choose(trained) -> mask`, a mask within the budget; the program does the rest, and is the same
-for all of them. The **original** protocol deals out widths as the method's authors did; the **uniform** one, behind the
-rows of the paper's CIFAR tables, keeps one fraction of every layer.
+A method is a function `choose(trained) -> mask`, which returns a mask within the budget; the program does the rest. The
+**original** protocol sets widths as the method's authors did. The **uniform** one, which the rows of the paper's CIFAR
+tables used, keeps the same fraction of every layer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Trained:
     """A trained network that is to be cut.
 
     Attributes:
-        model: a method may change weights of what it keeps.
-        graph: of it, coupled by streams.
+        model: the network; a method may change the weights of units that it keeps.
+        graph: of the network, with coupling "stream".
         budget: of this cut.
-        batches: of training images, on the model's device.
+        batches: training images, on the model's device.
         loss_fn: called as `loss_fn(model, *batch)`.
         protocol: one of `PROTOCOLS`.
-        round, num_rounds: which cut this is, from 1, and of how many.
-        generator: for whatever is drawn; on the CPU.
+        round, num_rounds: number of this cut, from 1, and of all cuts.
+        generator: for random numbers; on the CPU.
     """
 
     model: nn.Module
@@ -52,12 +52,12 @@ Rounds = Callable[[ChannelGraph, BoundBudget, int], list[float]]
 
 
 def even_rounds(graph: ChannelGraph, budget: BoundBudget, num_rounds: int) -> list[float]:
-    """Fractions of the dense cost that are left after each round: each round takes away the same share."""
+    """Fractions of the dense cost that are left after each round: each round removes the same share."""
     return [(budget.limit / budget.dense) ** (number / num_rounds) for number in range(1, num_rounds + 1)]
 
 
 def filter_norms(model: nn.Module, graph: ChannelGraph, p: float) -> Tensor:
-    """(U,) float64: the p-norm of all filters that go with a unit, together."""
+    """(U,) float64: the p-norm of all filters of a unit together."""
     total = torch.zeros(graph.num_units, dtype=torch.float64)
     for layer, rows in filter_rows(model, graph):
         powers = rows.detach().double().abs().pow(p).flatten(1).sum(1).cpu()
@@ -67,23 +67,23 @@ def filter_norms(model: nn.Module, graph: ChannelGraph, p: float) -> Tensor:
 
 
 def filter_rows(model: nn.Module, graph: ChannelGraph) -> Iterator[tuple[str, Tensor]]:
-    """Of every layer whose filters can go: its name, and its weight with one row per filter, as a view."""
+    """Name and weight of every layer whose filters can be removed; the weight is a view with one row per filter."""
     for layer, (weight, dim) in filter_weights(model, graph).items():
         yield layer, weight.movedim(dim, 0)
 
 
 def filter_weights(model: nn.Module, graph: ChannelGraph) -> dict[str, tuple[nn.Parameter, int]]:
-    """By layer whose filters can go: its weight, and the dimension along which they lie."""
+    """Weight, and dimension of the filters, by the name of each layer whose filters can be removed."""
     parameters, found = dict(model.named_parameters()), {}
     for layer, units in graph.filters.items():
         if bool((units >= 0).any()):
             name = layer if layer in parameters else f"{layer}.weight"  # a weight may be used without a module
-            # The first: where a layer reads the very units that it writes, a trace notes what it writes before.
+            # Where a layer reads and writes the same units, the first entry is that of the filters it writes.
             dim = next(p.dim for p in graph.tensors[name] if torch.equal(graph.units_along(p.axis), units))
             found[layer] = parameters[name], dim
     return found
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Every batch norm with scales, by the name of its weight."""
+    """All batch norms with scales, by the name of the weight."""
     return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}

@@ -1,6 +1,6 @@
-"""The relaxations by name: what learns a structure on a dense network, in place of a policy on narrow ones.
+"""Relaxations by name: gates that learn a structure on a dense network, in place of a policy on narrow ones.
 
-What gates are is in `gates`; which they are in `sampled_gates`, `thresholded_gates` and `grow_efficient`.
+`gates` has their base class; `sampled_gates`, `thresholded_gates` and `grow_efficient` have the kinds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GATES: dict[str, type[SampledGates] | type[SigmoidGates] | type[SoftThresholdGa
 }
 
 RELAXATIONS = tuple(name for name in _GATES if name != "grow_efficient")
-"""Those that stand in for an estimator of our own search; GrowEfficient is a method of its own."""
+"""Names that `estimator` of a recipe may have; GrowEfficient is a method of its own."""
 
 
 def make_gates(
@@ -35,10 +35,10 @@ def make_gates(
 
     Args:
         name: one of `RELAXATIONS`, or "grow_efficient".
-        model: dense; the gates of "soft_threshold" go on looking at its weights.
+        model: dense; the gates of "soft_threshold" keep reading its weights.
         graph: of the model, with coupling "stream".
         budget: what may stay of the network.
-        lr: of what is learned; None: the relaxation's own.
+        lr: learning rate of s; by default the relaxation's own.
         total_steps: of the search.
         seed: of the candidates; gates themselves draw from torch's own generator.
     """

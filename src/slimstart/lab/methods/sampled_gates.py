@@ -1,4 +1,4 @@
-r"""Gates that are drawn: s are keep-probabilities, as ours are, and the same projection holds the budget.
+r"""Gates that are drawn: s are keep-probabilities, projected on the budget as in our search.
 
 With u uniform in (0, 1) and :math:`\ell(u) = \ln u - \ln(1 - u)`:
 

@@ -1,7 +1,7 @@
 """A shallower sibling at the budget of the dense network: fewer layers, uniform widths, then plain training.
 
-What a sceptic compares with after the uniform network. At equal cost, fewer and wider layers are often better, and
-faster on a GPU. `run/choosing.py` finds out which sibling is the best.
+The comparison to make after the uniform network. At equal cost, fewer and wider layers are often better, and
+faster on a GPU. `run/choosing.py` chooses the best sibling.
 """
 
 from __future__ import annotations

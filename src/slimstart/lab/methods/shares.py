@@ -1,4 +1,4 @@
-"""How widths are dealt out: the best units of every group, one share of all of them, the largest within a budget."""
+"""Masks by widths: the best units of every group, the same share of all groups, the largest share within a budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def keep_best(scores: Tensor, widths: Tensor, graph: ChannelGraph) -> Tensor:
 
     Args:
         scores: (U,) of the units.
-        widths: how many stay, of each group; at least one does.
+        widths: number of units to keep of each group; at least one is kept.
     """
     group = graph.costs.unit_group
     return places(scores, group) < widths.clamp(min=1)[group]

@@ -1,8 +1,8 @@
 r"""Network slimming (Liu et al. 2017): batch norm scales under an L1 penalty, then one threshold for all layers.
 
 While the network is dense, :math:`\lambda \sum |\gamma|` is added to the loss; its gradient is
-:math:`\lambda\,\mathrm{sign}(\gamma)`, as in the original. Then the units of smallest :math:`|\gamma|` go, wherever
-they are, and what is left is trained again.
+:math:`\lambda\,\mathrm{sign}(\gamma)`, as in the original. Then the units of smallest :math:`|\gamma|` are
+removed, in whichever layer, and the network is retrained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slimstart.policies import cut
 
 
 def choose(trained: Trained) -> Tensor:
-    """The mask of the units that stay."""
+    """The mask of the units to keep."""
     scores = scales(trained.model, trained.graph)
     if trained.protocol == "uniform":
         return keep_share(scores, trained.graph, trained.budget)
@@ -47,7 +47,7 @@ def scales(model: nn.Module, graph: ChannelGraph) -> Tensor:
     if bool((found < 0).any()):
         group = graph.groups[int(graph.costs.unit_group[(found < 0).nonzero()[0, 0]])]
         raise TraceError(
-            f"network slimming needs a batch norm behind every layer that can shrink, and {group.name} has none; "
+            f"network slimming needs a batch norm after every layer that can shrink, and {group.name} has none; "
             "choose another method"
         )
     return found

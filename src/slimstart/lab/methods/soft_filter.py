@@ -1,17 +1,17 @@
-r"""Soft filter pruning (He et al. 2018, "SoftNet"): after every epoch zero the filters of smallest norm, and go on.
+r"""Soft filter pruning (He et al. 2018, "SoftNet"): after every epoch, zero the filters of smallest norm.
 
-Zeroed filters keep receiving gradients and may return; what is zero at the end is cut out. One fraction of all layers,
-dense both ways all the time. Three protocols:
+Zeroed filters still receive gradients and may return; the filters that are zero at the end are removed. All layers keep
+the same fraction, and forward and backward are dense throughout. Three protocols:
 
-- *original*: the weights of filters are zeroed, as the authors do. Behind a filter of zeros batch norm divides by
+- *original*: the weights of filters are zeroed, as the authors do. After a filter of zeros, batch norm divides by
   :math:`\sqrt{\varepsilon}`, so its gradient is some hundred times larger than before and it comes back with a large
   norm: sets of zeroed filters change from epoch to epoch until the learning rate has fallen.
 - *folded*, ours: a filter is the one that the network computes, with its batch norm folded in,
   :math:`\gamma w / \sigma`, and it is the norm's row, :math:`\gamma` and its shift, that is zeroed. The gradient stays
   what it was, filters return seldom, and the zeroed network is the cut one. For a ReLU to let the gradient through,
   "zero" is a millionth of what it was.
-- *uniform*: what stands under this method's name in the paper's CIFAR rows, no soft training but one cut of a trained
-  network, by the norms of its weights.
+- *uniform*, as in the paper's CIFAR rows of this method: no soft training, but one cut of a trained network by the
+  norms of its weights.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _rows(model: nn.Module, graph: ChannelGraph) -> list[tuple[_BatchNorm, Tenso
 
 
 def _has_norm(model: nn.Module, graph: ChannelGraph) -> Tensor:
-    """(U,) bool: whether a batch norm stands behind a unit's filters."""
+    """(U,) bool: whether a batch norm follows the filters of a unit."""
     found = torch.zeros(graph.num_units + 1, dtype=torch.bool)
     for _, units in _rows(model, graph):
         found[units] = True

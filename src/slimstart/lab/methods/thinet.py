@@ -13,9 +13,9 @@ A unit with several readers is chosen by all of them together, each relative to 
 :math:`\|x_u\|^2`, and each reader has scales of its own. Where scales are not unique, those nearest to 1 are taken.
 
 **Widths** are one share of all groups, as in the original; both protocols are the same. **In rounds**, the groups are
-dealt over them in network order, and round r cuts the r-th part of them, by the largest share that its budget allows
-(where even one unit each is too much: all groups). `round_fractions` are the budgets for which that is the same share
-in all rounds: so each layer is cut once, to its final width, and the network retrained before the next.
+divided between them in network order, and round r cuts the r-th part of them, by the largest share that its budget
+allows (where even one unit each is too much: all groups). `round_fractions` are the budgets for which that is the same
+share in all rounds: so each layer is cut once, to its final width, and the network retrained before the next.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-r"""Gates that are decided: a unit is kept where its score is above a threshold t that the budget sets.
+r"""Gates by threshold: a unit is kept where its score is above a threshold t that the budget sets.
 
-t is the score of the best unit for which there is no room, so it moves by itself as scores do. In a group of which no
-unit would be left, it is lowered to the second best: the best one stays.
+t is the score of the best unit that the budget leaves out, so it changes with the scores. In a group without a unit
+above it, it is lowered to the second best score, so that the best unit is kept.
 
 - `SigmoidGates` (AutoPrune, Xiao 2019): the scores are s; :math:`g = 1[s > t]`, and its gradient is that of
   :math:`\sigma(s - t)`.
 - `SoftThresholdGates` (STR, Kusupati 2020, for whole filters): each group learns how large its filters must be. With
   :math:`a_c = \ln \|w_c\| - s_{k(c)}`, the norm of the filter against the threshold :math:`e^{s_k}` of its group,
   :math:`g_c = \max(0, 1 - e^{t - a_c})`. That is the soft threshold :math:`w_c \max(0, 1 - \theta_k / \|w_c\|)` with
-  :math:`\theta_k = e^{s_k + t}`, but behind the normalisation. Weights get its gradient, too. In STR it is the decay of
+  :math:`\theta_k = e^{s_k + t}`, but after the normalisation. Weights get its gradient too. In STR it is the decay of
   thresholds that sets how sparse the network becomes; here t does, by a common factor on all of them.
 """
 
@@ -35,7 +35,7 @@ LEAST_SQUARE = 1e-24
 
 
 class Cutoff(Movable):
-    """Which units stay, by their scores, within a budget: in fixed work, and without asking for a value.
+    """The units that a budget keeps, by their scores, in a fixed number of operations and without a synchronisation.
 
     The units by falling score, the best of every group before all others: of this list the longest beginning that
     three rounds of trying equally many lengths find within the budget (the longest of all where the cost only rises).
@@ -126,7 +126,7 @@ class SigmoidGates(ThresholdedGates):
 class SoftThresholdGates(ThresholdedGates):
     """Filters' norms against thresholds; every group starts with the geometric mean of its norms for a threshold.
 
-    The gates go on looking at the model's weights.
+    The gates keep reading the model's weights.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The uniform network: one share of every width, so that the budget is met; then plain training.
 
-What anyone would do without a method. It keeps the first filters of every group, so it has the shape of a network that
-is built narrow by hand, for any model that can be traced. It is also the network that the search of `EqualWorth` starts
-from, width by width. In its protocol **front_heavy** the share falls from the first group to the last by a factor of
-four: a choice by hand for networks whose late layers are wider than they need to be.
+The simplest alternative to a method. It keeps the first filters of every group, so it has the shape of a network that
+was built with fewer channels, for any model that can be traced. It is also the network that the search of `EqualWorth`
+starts from, width by width. In its protocol **front_heavy** the share falls from the first group to the last by a
+factor of four: a profile by hand, for networks whose late layers are wider than necessary.
 """
 
 from __future__ import annotations
