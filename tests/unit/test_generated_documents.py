@@ -276,10 +276,13 @@ def test_uniform_networks_with_another_training_are_not_compared(change: dict[st
 
 
 def test_everything_in_a_folder_is_read(tmp_path: Path) -> None:
-    files = {"a/uniform-seed1.json": run("uniform", 90.0, 0.1, 1), "a/uniform-seed0.json": run("uniform", 91.0, 0.1)}
+    files = {
+        "a/uniform-seed1.json": run("uniform", 90.0, 0.087, 1),
+        "a/uniform-seed0.json": run("uniform", 91.0, 0.087),
+    }
     files |= {
-        "a/uniform-seed0-again.json": run("uniform", 92.0, 0.1),
-        "archive/b/paper.json": run("slimstart", 90, 0.1),
+        "a/uniform-seed0-again.json": run("uniform", 92.0, 0.087),
+        "archive/b/paper.json": run("slimstart", 90, 0.087),
     }
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "README.md").write_text(
