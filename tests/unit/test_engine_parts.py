@@ -11,7 +11,7 @@ from slimstart import Flops, SparseTraining
 from slimstart.steps import Backward, PlainTraining, choose
 from slimstart.steps.cuda_graph import is_scarce
 from slimstart.steps.graphs import _Same
-from slimstart.steps.optimizers import CapturedRates, fuse, has_state, settings, unfuse
+from slimstart.steps.optimizers import CapturedRates, StepHooks, fuse, has_state, settings, unfuse
 
 
 def parameters(n: int = 2) -> list[nn.Parameter]:
@@ -173,3 +173,31 @@ def test_memory_is_scarce_when_more_is_cached_than_free(
     for name, value in {**numbers, "mem_get_info": (free, 100)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert is_scarce() == scarce
+
+
+def test_a_new_gradient_with_the_id_of_a_freed_one_is_unused() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizers = [SGD([parameter], lr=0.1) for parameter in parameters]
+    ends: list[object] = []
+    hooks = StepHooks(optimizers, lambda _: None, ends.append, lambda: ends.append("no gradients wait"))
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert ends == [True]
+    old, kept = id(parameters[1].grad), []
+    parameters[1].grad = None
+    for _ in range(10_000):  # usually the first one
+        new = torch.ones(2)
+        if id(new) == old:
+            break
+        kept.append(new)
+    else:
+        pytest.skip("this allocator does not reuse the id")
+    parameters[1].grad = new
+    parameters[0].grad = torch.ones(2)
+    optimizers[0].step()
+    assert ends == [True], "the gradient of the second optimizer waits for its step"
+    optimizers[1].step()
+    assert ends == [True, True]
+    hooks.remove()

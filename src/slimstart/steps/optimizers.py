@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.weak import TensorWeakRef
 
 FUSED = (SGD, Adam, AdamW)
 
@@ -49,7 +50,7 @@ class StepHooks:
         self._optimizers = tuple(optimizers)
         self._before_step, self._end_iteration = before_step, end_iteration
         self._no_gradients_wait = no_gradients_wait
-        self._used: dict[int, list[tuple[int, int]]] = {}  # by optimizer, the gradients of its last step
+        self._used: dict[int, list[tuple[TensorWeakRef, int]]] = {}  # by optimizer, the gradients of its last step
         self._stepped: set[int] = set()
         self._skipped: set[int] = set()
         self.capturing = False
@@ -117,13 +118,27 @@ class StepHooks:
             self._stepped.clear()
             self._end_iteration(True)
             return
-        self._used[id(optimizer)] = _gradients(optimizer)
-        waiting = any(_gradients(one) not in (self._used.get(id(one)), []) for one in self._optimizers)
+        self._used[id(optimizer)] = [(TensorWeakRef(grad), grad._version) for grad in _gradients(optimizer)]
+        waiting = any(map(self._has_unused_gradients, self._optimizers))
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
             self._end_iteration(not waiting)
         elif not waiting:
             self._no_gradients_wait()
+
+    def _has_unused_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has gradients that were not there, or not complete, in its last step."""
+        found, used = _gradients(optimizer), self._used.get(id(optimizer), [])
+        # Weak references, not ids: a new gradient often gets the id of one that `zero_grad` has freed.
+        same = len(found) == len(used) and all(
+            ref() is grad and version == grad._version for grad, (ref, version) in zip(found, used, strict=True)
+        )
+        return bool(found) and not same
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    held = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [grad for grad in held if grad is not None]
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], pretrained: bool | None) -> None:
@@ -142,12 +157,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], pretrained: bool | None) -
         raise ValueError(
             "`pretrained` is False, but the optimizer has state; make a new one, or leave `pretrained` out"
         )
-
-
-def _gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Identities and versions of an optimizer's gradients; another list once a backward has added to them."""
-    held = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return [(id(grad), grad._version) for grad in held if grad is not None]
 
 
 def _is_nested(optimizer: Optimizer) -> bool:
