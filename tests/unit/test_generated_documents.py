@@ -173,6 +173,9 @@ def test_numbers_of_sentences(tmp_path: Path) -> None:
     assert inline.number("vgg/uniform seconds .0", results) == "600"
     assert inline.number("vgg/uniform building", results) == "30.0"
     assert inline.number("vgg/uniform seeds", results) == "3"
+    archived = write(tmp_path, {"archive/old/uniform.json": run("uniform", 89.0, 0.087)})
+    assert inline.number("vgg/uniform accuracy - archive/old/uniform .1", archived) == "1.2"  # 90.25 - 89
+    assert inline.number("archive/old/uniform accuracy - vgg/uniform", archived) == "−1.25"
     for name in ("vgg/slimstart luck", "vgg/nobody accuracy", "nowhere/uniform accuracy", "vgg/uniform accuracy - it"):
         with pytest.raises(markers.MarkerError):
             inline.number(name, results)
@@ -380,6 +383,12 @@ def test_variants_are_compared_with_uniform(tmp_path: Path) -> None:
     ]
     add("c.json", 0, "profiles", tried=88.7)
     assert rows("profiles") == ["| tried | a profiles | 88.70 (+0.20) | 1 |"]
+    place = "ablation:vgg19:flops=0.1"
+    found = stored.read(tmp_path)
+    assert inline.number(f"{place}/equal_worth accuracy - uniform", found) == "1.25"
+    assert inline.number(f"{place}/tried accuracy", found) == "87.00"  # not that of the profile of this name
+    with pytest.raises(markers.MarkerError):
+        inline.number(f"{place}/nothing accuracy", found)
     add("d.json", 0, budget="flops=0.02", equal_worth=80.0)
     assert rows("ablation")[1] == "| equal\\_worth | the default | 89.75 ± 0.35 (+1.25) | 80.00 | 2, 1 |"
     add("e.json", 1, equal_worth=89.5)
