@@ -30,6 +30,7 @@ from slimstart.lab.run.run_folder import Run
 from slimstart.narrow import Networks
 from slimstart.policies.estimators import vr_pge
 from slimstart.steps import PlainTraining
+from tests.layer_policy import Rounds
 from tests.settings import arguments
 
 EXAMPLE = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
@@ -177,7 +178,7 @@ WAYS = [
 
 
 def train_widths(
-    ranks: ProcessGroup, order: str, given: str, loop: str, num: int = 14, **options: Any
+    ranks: ProcessGroup, order: str, given: str, loop: str, num: int = 14, policy: Any = WIDTHS, **options: Any
 ) -> dict[str, Any]:
     """Widths are learned from gradients, in the user's plain loop or by `step`."""
     model = network("batch")
@@ -188,7 +189,7 @@ def train_widths(
     if ranks.size > 1 and order == "before":
         net = wrapped(model, **options)
     sparse = SparseTraining(
-        net if given == "wrapper" else model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60
+        net if given == "wrapper" else model, optimizer, EXAMPLE, Flops(0.4), policy=policy, total_steps=60
     )
     if ranks.size > 1 and order == "after":
         net = wrapped(model, **options)
@@ -212,6 +213,12 @@ def train_widths(
     F.cross_entropy(net(images), labels).backward()  # from here on, plain data-parallel training
     found["gradients"] = [parameter.grad for parameter in model.parameters()]
     return found | {"model": state(model)}
+
+
+def with_layers_removed(ranks: ProcessGroup) -> dict[str, Any]:
+    """A layer goes, returns, and goes for good."""
+    policy = Rounds((), (0,), (), (0,), (0,))
+    return {loop: train_widths(ranks, "before", "module", loop, policy=policy) for loop in ("own loop", "step")}
 
 
 def compiled(ranks: ProcessGroup, order: str) -> dict[str, Any]:

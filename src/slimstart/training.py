@@ -39,6 +39,7 @@ from slimstart.narrow import Executed, is_pretrained, recalibrate, suit_, trace_
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.optimizer_state import held_by, unwrapped
 from slimstart.narrow.state_dicts import ModelState, PartialLoads
+from slimstart.narrow.verify import prove
 from slimstart.policies import Budget, Learner, Policy, get_policy
 from slimstart.policies.base import check_count, removed_layers
 from slimstart.steps import host_memory as memory
@@ -135,6 +136,10 @@ class SparseTraining(Stepping):
             graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep)
         self._check_prunable(graph)
         self.learner: Learner = self.policy.start(graph.costs, budget, total_steps)
+        first = graph.without(graph.layers[i].name for i in removed_layers(self.learner))
+        if first.removed:
+            with uncompiled():
+                prove(self.model, first, examples, gradients=False)
         gradients = None
         if self.policy.learns_from == "gradients":
             place = device or device_of(self.model)
@@ -149,8 +154,7 @@ class SparseTraining(Stepping):
         self._networks = self._structure.networks
         masks = self.learner.draw()
         if not pretrained and gradients is not None:  # only now: nothing can be refused any more
-            removed = [graph.layers[i].name for i in removed_layers(self.learner)]
-            suit_(self.model, graph.without(removed).select(masks[0]))
+            suit_(self.model, first.select(masks[0]))
         self._structure.change(Draw(masks, True), Progress())
         remove_hooks(self.model)  # those of another training, of whose model this is a copy
         self._model_state = ModelState(self._networks, self._take_structure)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimstart import EqualWorth, Flops, Paper, SparseTraining
+from tests.layer_policy import Rounds
 
 WAYS = ["before", "after", "method"]
 WIDTHS = EqualWorth(resample_every=1, align=1, pull=0.0)
@@ -138,6 +139,15 @@ def test_a_model_is_compiled_once_per_structure(how: str, differences: Callable[
     assert compiled["counts"][-1] > 8  # more than Dynamo compiles a module by default
     assert len(set(compiled["counts"][-3:])) == 1  # nothing after the search
     assert differences(train(Perceptron(), "not", None, Paper())["found"], compiled["found"]) == []
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_compiled_code_follows_layers_that_are_removed(how: str, differences: Callable[[Any, Any], list[str]]) -> None:
+    policy = Rounds((), (0,), (), (0,), (0,))
+    compiled = train(Perceptron(), how, counting(), policy)
+    assert compiled["counts"][-1] == 2  # with the layer and without it
+    assert len(set(compiled["counts"][-3:])) == 1
+    assert differences(train(Perceptron(), "not", None, policy)["found"], compiled["found"]) == []
 
 
 @pytest.mark.parametrize("how", ["before", "method"])

@@ -96,6 +96,14 @@ def test_a_wrapper_may_come_before_or_after_and_be_given_or_not(differences: Cal
         assert changes >= 3
 
 
+def test_layers_are_removed_in_all_processes(differences: Callable[[Any, Any], list[str]]) -> None:
+    first, second = in_all(cases.with_layers_removed)
+    assert differences(first, second) == []
+    for loop, found in cases.with_layers_removed(SINGLE_PROCESS).items():
+        assert far(found, first[loop]) == []
+        assert "last.weight" not in found["model"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_a_wrapper_may_be_compiled(order: str, differences: Callable[[Any, Any], list[str]]) -> None:

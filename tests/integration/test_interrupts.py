@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart import EqualWorth, Flops, Paper, SparseTraining
+from tests.layer_policy import Rounds
 
 GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(8, 3, 6, 6, generator=GENERATOR)
@@ -25,7 +26,17 @@ POLICIES: dict[str, Any] = {
     "equal_worth": EqualWorth(resample_every=2, rounds=8, align=1, pull=0.0),
     "paper": Paper(resample_every=1, seed=3),
     "paper, padded": Paper(resample_every=1, seed=3, align=4),
+    "layers": Rounds((), (0,), (1,), (1,), (0, 1), (0, 1), window=2),
 }
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(16, 8, 1), nn.Conv2d(8, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -34,13 +45,15 @@ class Block(nn.Module):
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.norm = nn.BatchNorm2d(16)
         self.inner = nn.Conv2d(16, 16, 3, padding=1)
+        self.residual = Residual()
         self.last = nn.Conv2d(16, 24, 3)
+        self.even, self.act = nn.Conv2d(24, 24, 1), nn.ReLU()
         self.head = nn.Linear(24, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.stem(x)))
         x = x + self.inner(x)
-        return self.head(F.relu(self.last(x)).mean((2, 3)))
+        return self.head(self.act(self.even(F.relu(self.last(self.residual(x))))).mean((2, 3)))
 
 
 def loss_fn(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -64,7 +77,8 @@ def structure(model: nn.Module, sparse: SparseTraining) -> tuple[Any, ...]:
     shapes = [tuple(p.shape) for p in model.parameters()]
     moments = [tuple(v.shape) for s in sparse.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     sizes = [model.stem.out_channels, model.norm.num_features, model.inner.in_channels, model.head.in_features]
-    return sparse.num_steps, sparse.mask.tolist(), shapes, moments, sizes, learned
+    layers = [type(module).__name__ for module in model.modules()], state["removed"]
+    return sparse.num_steps, sparse.mask.tolist(), layers, shapes, moments, sizes, learned
 
 
 class Interrupted:
@@ -108,7 +122,10 @@ def check(policy: str, tmp_path: Any, number: int) -> None:
         assert Interrupted(at).run(lambda training=sparse: training.step(loss_fn, IMAGES, LABELS))
         assert torch.isfinite(model(IMAGES)).all()  # before anything of ours has run again
         found = structure(model, sparse)
-        observed = found[:-1] == before[:-1] and policy == "equal_worth"  # gradients of the step may have been seen
+        observed = found[:-1] == before[:-1] and policy in (
+            "equal_worth",
+            "layers",
+        )  # gradients of the step may have been seen
         assert found in (before, after) or observed, f"half a change after an interrupt at line {at}"
         sparse.step(loss_fn, IMAGES, LABELS)
         sparse.save(tmp_path / "training.pt")

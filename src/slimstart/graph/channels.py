@@ -250,6 +250,8 @@ class ChannelGraph:
             others = f" (and {len(reasons) - 1} other reasons; print the graph)" if len(reasons) > 1 else ""
             number = len(self.not_prunable)
             line += f"; {number} layer{'s' * (number > 1)} cannot, because: {reason}{others}"
+        if self.removed:
+            line += f"; {len(self.removed)} of {len(self.removed) + len(self.layers)} removable layers are removed"
         return line
 
     def __str__(self) -> str:
