@@ -139,10 +139,12 @@ def test_incomplete_sets_are_refused(tmp_path: Path) -> None:
     for write, suffix in ((python_folder, ""), (binary_folder, ".bin")):
         folder = write(tmp_path, form, arrays)
         (folder / f"data_batch_3{suffix}").unlink()
-        with pytest.raises(DataError, match=f"{folder.name} lacks data_batch_3: .* get it anew"):
+        with pytest.raises(DataError, match=f"{folder.name} lacks data_batch_3: .* download it again"):
             cifar.read(form, folder)
     larger = dataclasses.replace(form, num_train=60)
-    with pytest.raises(DataError, match=r"is incomplete: it has 50 images in data_batch_1, .*, not 60; get it anew"):
+    with pytest.raises(
+        DataError, match=r"is incomplete: it has 50 images in data_batch_1, .*, not 60; download it again"
+    ):
         cifar.read(larger, python_archive(tmp_path, form, arrays))
 
 

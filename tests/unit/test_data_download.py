@@ -87,7 +87,7 @@ def test_a_broken_connection_is_resumed(server: Server, tmp_path: Path) -> None:
 
 def test_a_later_call_resumes_a_download(server: Server, tmp_path: Path) -> None:
     server.breaks = [100_000, 0]
-    with pytest.raises(DataError, match="the connection broke after 100,000 of 700,000 bytes; try again to go on"):
+    with pytest.raises(DataError, match="the connection broke after 100,000 of 700,000 bytes; try again to resume"):
         fetch(server.url, tmp_path / "file", MD5)
     assert [p.name for p in tmp_path.iterdir()] == ["file.part"]
     seen: list[tuple[int, int | None]] = []

@@ -426,7 +426,7 @@ def test_slimming_needs_normalisations() -> None:
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Conv2d(5, 2, 1)
     )
     graph = trace(model, torch.zeros(1, 3, 8, 8), "stream")
-    with pytest.raises(TraceError, match="needs a batch norm behind every layer that can shrink, and 3 has none"):
+    with pytest.raises(TraceError, match="needs a batch norm after every layer that can shrink, and 3 has none"):
         slimming.scales(model, graph)
     model[1] = nn.BatchNorm2d(4, affine=False)
     with pytest.raises(TraceError, match="and 0 has none; choose another method"):

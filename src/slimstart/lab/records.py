@@ -1,9 +1,9 @@
-"""A run's record: what `record.json` holds. `recipes` writes it, `reports` reads it; torch is not needed for either.
+"""The record of a run, as in `record.json`. `run` writes it, `reports` reads it; torch is not needed for either.
 
 The schema is versioned. Units: accuracy in percent; ratios as fractions of the dense network; one multiply-add = 1
 FLOP; `*_flops` of a network are those of one forward on one image; `train_flops` are those of the whole training;
-times as their names say. What a method does not have is None. A record that exists is sound: its numbers are finite and
-within their range, whoever built it. docs/records.md describes every field.
+times as their names say. What a method does not have is None. A record checks itself: its numbers are finite and within
+their range. docs/records.md describes every field.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch did; `train_flops` and `seconds` are of the training alone, without evaluation."""
+    """One epoch; `train_flops` and `seconds` do not include evaluation."""
 
     epoch: int  # from 1, over all phases
     phase: str  # "search" (the structure is learned), "train" (it is fixed), "finetune"
@@ -94,7 +94,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choosing:
-    """What the choice of a structure took, before the training of the one that was chosen."""
+    """The choice of a structure by trials, before the training of the best one."""
 
     chosen: str
     held_out_images: int  # training images by which it was chosen
@@ -158,10 +158,10 @@ class Record:
     ports: int | None = None  # layers with a port on a residual stream; `flops` are with ports; None in older records
     building_seconds: float | None = None  # of `train_seconds`: capturing graphs, and what runs eagerly before
     choosing: Choosing | None = None  # where a structure was chosen by trials; in `train_flops` and `train_seconds`
-    # of several ranks; None in a run of one
+    # of several processes; None for a single one
     ranks: int | None = None
     batch_norm: str | None = None  # "synchronised" or "per-rank"
-    gradient_bytes: int | None = None  # that a rank exchanges in a step; mean over the steps
+    gradient_bytes: int | None = None  # that a process exchanges in a step; mean over the steps
     dense_gradient_bytes: int | None = None  # what training the dense network would exchange
     structures: tuple[Structure, ...] | None = None  # where a structure was learned: the first one, then every change
     schema: str = SCHEMA
@@ -193,7 +193,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     path = Path(path)
     file = path / "record.json" if path.is_dir() else path
     if not file.is_file():
-        way_out = "the run is not finished; go on with --resume" if path.is_dir() else "give a run's folder"
+        way_out = "the run is not finished; continue it with --resume" if path.is_dir() else "give a run's folder"
         raise RecordError(f"{file} does not exist: {way_out}")
     try:
         content = json.loads(file.read_bytes())
@@ -279,7 +279,7 @@ def from_plain(kind: Any, value: Any, where: str = "") -> Any:
     raise RecordError(f"the field `{where}` is {reprlib.repr(value)}; it must be {wanted}")
 
 
-@functools.cache  # annotations are evaluated anew each time, and a history has many epochs
+@functools.cache  # annotations are evaluated at each call, and a history has many epochs
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Console(Console):
-    """A console that falls silent when nobody reads it any more: a training does not end because `| head` does."""
+    """A console that becomes quiet when its pipe is closed: a training does not end because `| head` does."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

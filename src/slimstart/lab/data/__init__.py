@@ -1,9 +1,9 @@
 """Image data sets: one `load` by name, batches that are a pure function of (seed, epoch, index).
 
 Here live the embedded set (`fashion`), CIFAR, Tiny ImageNet and folders of images, and what reads them: archives
-without extraction, pickles without execution, downloads that go on where they broke off. What a network does with the
-batches lives elsewhere. Open `batches.py` first; `arrays.py` is the loader for everything that fits in memory,
-`own_data.py` says what a factory of the user's own returns, `rand_augment.py` and `mixing.py` are augmentation.
+without extraction, pickles without execution, downloads that resume. Nothing here knows networks. Open `batches.py`
+first; `arrays.py` is the loader for everything that fits in memory, `own_data.py` says what a factory of the user's own
+returns, `rand_augment.py` and `mixing.py` are augmentation.
 """
 
 from slimstart.lab.data.arrays import ArraySet

@@ -1,7 +1,7 @@
 """Data sets that fit in memory: uint8 images on the device, cropped, flipped and normalised there, a batch at a time.
 
 A batch is one indexing operation on a view of every crop of every image, so there is no loop over images, no worker
-process and no waiting for the device. On a GPU a batch is made on a stream of its own, beside the step before.
+process and no waiting for the device. On a GPU a batch is made on a stream of its own, in parallel to the last step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ArraySet:
         share: Share = WHOLE,
         augment: RandAugment | None = None,
     ) -> ImageData:
-        """Both parts on the device; with `validation`, the held-out images take the place of the test images."""
+        """Both parts on the device; with `validation`, held-out training images replace the test images."""
         images, labels = self.train
         kept, held = hold_out(len(images), validation)
         test = (images[held], labels[held]) if validation else self.test
@@ -85,7 +85,9 @@ def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in names}
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} is damaged, or not an .npz with {', '.join(names)}: {error}; get it anew") from error
+        raise DataError(
+            f"{path} is damaged, or not an .npz with {', '.join(names)}: {error}; download it again"
+        ) from error
 
 
 def as_tensors(images: np.ndarray, labels: np.ndarray, num_classes: int, source: object) -> tuple[Tensor, Tensor]:
@@ -107,8 +109,8 @@ def as_tensors(images: np.ndarray, labels: np.ndarray, num_classes: int, source:
     return torch.from_numpy(np.ascontiguousarray(planes)), torch.from_numpy(labels.astype(np.int64))
 
 
-def beside(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same batches; on a GPU they are made on a stream of their own, beside what the caller has launched."""
+def in_parallel(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches; on a GPU they are made on a stream of their own, in parallel to the caller's work."""
     if device.type != "cuda":
         yield from batches
         return
@@ -128,7 +130,7 @@ def beside(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> It
 
 
 class InOrder:
-    """All images, in order and as they are; the same in every epoch."""
+    """All images in order, without augmentation; the same in every epoch."""
 
     def __init__(
         self,
@@ -175,7 +177,7 @@ class Augmented:
         self._part, self._share, self._augment = share.of(0, batch_size), share, augment
         self._num_shifts, self._flip = 2 * padding + 1, flip
         self._seed, self._device, self._normalise = seed, device, normalise
-        # On a GPU it is the launches that take the time: those of several batches take no longer than those of one.
+        # On a GPU the time is that of kernel launches: those of several batches take no longer than those of one.
         self._at_once = max(1, IMAGES_AT_ONCE // batch_size) if device.type == "cuda" else 1
         padded = F.pad(images.to(device), (padding,) * 4)
         # Every crop of every image, (N, C, top, left, H, W): a view, in which a batch of crops is one index.
@@ -190,7 +192,7 @@ class Augmented:
         if self._augment is not None:
             random, num_images = generator(self._seed, number, 0, RAND_AUGMENT), len(self) * self.batch_size
             draws = EpochDraws(self._augment, random, num_images, self.batch_size, self._share)
-        return beside(self._batches(indices_from(start, len(self)), self._draw(number), draws), self._device)
+        return in_parallel(self._batches(indices_from(start, len(self)), self._draw(number), draws), self._device)
 
     def _batches(self, left: range, plan: Tensor, draws: EpochDraws | None) -> Iterator[tuple[Tensor, Tensor]]:
         at_once, size = self._at_once if draws is None else 1, plan.shape[2]

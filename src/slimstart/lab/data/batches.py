@@ -1,8 +1,8 @@
-"""What every data set gives: batches of an epoch, each a pure function of (seed, epoch, index).
+"""The interface of data sets: batches of an epoch, each a pure function of (seed, epoch, index).
 
-All random numbers of an epoch come from generators of their own, made of the seed and the epoch's number and drawn on
-the CPU. So batch k of epoch n is the same whatever came before it, on every device and with any number of worker
-processes, and a training that was killed goes on with the very batches that it would have seen.
+All random numbers of an epoch come from generators that are seeded by the seed and the number of the epoch, on the CPU.
+So batch k of epoch n does not depend on what came before it, on the device or on the number of worker processes, and a
+resumed training sees the same batches as one that was not stopped.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RAND_AUGMENT, MIXING = 1, 2
 
 @dataclass(frozen=True)
 class Share:
-    """Which examples of every batch one of several processes takes: the `rank`-th of `size` parts, as even as can be.
+    """The part of every batch that one of several processes takes: the `rank`-th of `size` parts, as even as possible.
 
-    All processes have the same batches, one after the other, and each makes only its own part of them.
+    All processes iterate over the same batches, and each makes only its own part of them.
     """
 
     rank: int = 0
@@ -49,7 +49,7 @@ WHOLE = Share()
 
 
 class Batches(Protocol):
-    """The batches of one part of a data set; sizes are those of whole batches, whoever takes a share of them."""
+    """The batches of one part of a data set; sizes are those of whole batches, before they are divided."""
 
     @property
     def num_images(self) -> int: ...
@@ -70,7 +70,7 @@ class Batches(Protocol):
 class ImageData:
     """A data set, ready for training.
 
-    `train` is shuffled and augmented, and drops its last short batch. `test` is in order, as it is, and complete.
+    `train` is shuffled and augmented, and drops its last short batch. `test` is complete, in order, and not augmented.
     """
 
     name: str
@@ -78,11 +78,11 @@ class ImageData:
     image_shape: tuple[int, int, int]
     train: Batches
     test: Batches
-    digest: str  # of the labels in their order, or of the files' names: a run goes on with the data it began with
+    digest: str  # of the labels in their order, or of the files' names; a run is resumed with the same data only
 
 
 def digest_of(*arrays: np.ndarray) -> str:
-    """A short name of these labels, or names of files, in this order."""
+    """A short hash of labels, or of names of files, in this order."""
     found = hashlib.sha256()
     for array in arrays:
         found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
@@ -90,7 +90,7 @@ def digest_of(*arrays: np.ndarray) -> str:
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """A generator for one purpose, independent of all others and of every global one."""
+    """A generator for one purpose, independent of those with other keys and of global ones."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
@@ -117,7 +117,7 @@ def num_full_batches(num_images: int, batch_size: int, share: Share = WHOLE) -> 
 
 
 def indices_from(start: int, num_batches: int) -> range:
-    """The batches that are left of an epoch; `start` may be its end, where a run was stopped between two epochs."""
+    """The remaining batches of an epoch; `start` may be its end, if a run was stopped between two epochs."""
     if not 0 <= start <= num_batches:
         raise ConfigError(f"`start` is {start}; an epoch has {num_batches} batches")
     return range(start, num_batches)
@@ -131,5 +131,5 @@ class Normalise:
         self._std = 255 * torch.tensor(std, device=device).view(-1, 1, 1)
 
     def __call__(self, images: Tensor) -> Tensor:
-        # Two operations that round correctly: the same bits on every device, which one fused operation would not give.
+        # Two operations with correct rounding give the same bits on every device; one fused operation would not.
         return images.to(torch.float32).sub_(self._mean).div_(self._std)

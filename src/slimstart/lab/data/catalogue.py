@@ -37,23 +37,22 @@ def load(
     Args:
         name: one of `NAMES`, or `module:factory` for data of the user's own (`own_data`). `fashion` is part of the
             package; the others are read from `data_dir`.
-        data_dir: the folder that holds the files, or the file itself; `data` if not given. Each data set's module says
-            which files it accepts.
+        data_dir: the folder of the files, or the file itself; by default `data`. Each data set's module lists the files
+            that it accepts.
         batch_size: of the training. Test batches may be larger.
         seed: of the order and of the augmentation.
-        device: where batches come out. Sets that fit in memory live there as a whole.
+        device: device of the batches. Data sets that fit in memory are stored there.
         validation: with N > 0, `test` is N of the training images, always the same ones, and `train` the others: for
             choosing hyper-parameters, which must never see the test images.
         image_size: side of the images of an `image_folder`, 224 if not given. The other sets have their own.
         num_workers: processes that decode an `image_folder`; 0 decodes in this one. The others need none.
         download: fetch CIFAR into `data_dir` if it is not there.
-        share: of every batch that this process takes, of several that train together; `batch_size` is that of the
-            whole.
+        share: the part of every batch that this process takes; `batch_size` is that of the whole batch.
         augment: RandAugment of the training images, after the crop and the flip.
-        progress: called with the bytes that are there and those there will be (None if the server does not say).
+        progress: called with the bytes that are downloaded and their total (None if unknown).
 
     Raises:
-        ConfigError: an argument cannot be meant.
+        ConfigError: an argument is out of range.
         DataError: the data is missing, truncated or corrupt; the message says what to do.
     """
     if name not in NAMES and not is_factory(name):

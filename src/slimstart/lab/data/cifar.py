@@ -1,6 +1,6 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from any form in which people keep them.
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), in any of the usual formats.
 
-In `data_dir`, or as `data_dir` itself, the first of these that is there:
+Read from the first of these that is in `data_dir`, or is `data_dir` itself:
 
 - the folder of the python version (`cifar-10-batches-py`, `cifar-100-python`), or its `-python.tar.gz`;
 - the folder of the binary version (`cifar-10-batches-bin`, `cifar-100-binary`), or its `-binary.tar.gz`;
@@ -36,7 +36,7 @@ Part = tuple[np.ndarray, np.ndarray]  # images (N, 32, 32, 3) and labels (N,)
 
 @dataclass(frozen=True)
 class Format:
-    """How one of the two is published, and what is in it."""
+    """The published form of one of the two data sets."""
 
     name: str
     num_classes: int
@@ -59,7 +59,7 @@ class Format:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """What `data_dir` may hold, besides an .npz, in order of preference."""
+        """Names of accepted files and folders besides an .npz, in order of preference."""
         archive = self.url.rpartition("/")[2]
         return self.python, archive, self.binary, archive.replace("-python", "-binary")
 
@@ -100,7 +100,7 @@ def read(form: Format, data_dir: Path, *, download: bool = False, progress: Prog
     """The arrays of `form` from `data_dir`, downloaded into it if they are not there and `download` is set.
 
     Raises:
-        DataError: they are nowhere, or what is there is truncated or corrupt.
+        DataError: they are missing, truncated or corrupt.
     """
     source = _find(form, data_dir) or _download(form, data_dir, download, progress)
     parts = _read_arrays(source) if source.suffix == ".npz" else _read_files(form, source)
@@ -146,14 +146,16 @@ def _read_files(form: Format, source: Path) -> tuple[Part, Part]:
     binary = f"{form.files[0]}.bin" in contents
     suffix, parse = (".bin", _parse_binary) if binary else ("", _parse_python)
     if missing := [name for name in form.files if name + suffix not in contents]:
-        raise DataError(f"{source} lacks {', '.join(missing)}: it is another data set, or incomplete; get it anew")
+        raise DataError(
+            f"{source} lacks {', '.join(missing)}: it is another data set, or incomplete; download it again"
+        )
 
     def part(names: tuple[str, ...], num_images: int) -> Part:
         found = [parse(form, contents[name + suffix], f"{name + suffix} in {source}") for name in names]
         planes, labels = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         if len(planes) != num_images:
             count = f"{len(planes):,} images in {', '.join(names)}, not {num_images:,}"
-            raise DataError(f"{source} is incomplete: it has {count}; get it anew")
+            raise DataError(f"{source} is incomplete: it has {count}; download it again")
         return planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
     return part(form.train, form.num_train), part(form.test, form.num_test)
@@ -176,7 +178,7 @@ def _from_archive(form: Format, path: Path) -> dict[str, bytes]:
                 if member.name in members and (opened := archive.extractfile(member)) is not None:
                     contents[members[member.name]] = opened.read()
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(f"{path} is damaged, or not a .tar.gz: {error}; remove it and get it anew") from error
+        raise DataError(f"{path} is damaged, or not a .tar.gz: {error}; remove it and download it again") from error
     return contents
 
 
@@ -193,6 +195,6 @@ def _parse_python(form: Format, content: bytes, source: str) -> Part:
 def _parse_binary(form: Format, content: bytes, source: str) -> Part:
     row = form.label_bytes + _PIXELS
     if len(content) % row:
-        raise DataError(f"{source} has {len(content):,} bytes, which is no multiple of {row:,}; get it anew")
+        raise DataError(f"{source} has {len(content):,} bytes, which is no multiple of {row:,}; download it again")
     rows = np.frombuffer(content, np.uint8).reshape(-1, row)
     return rows[:, form.label_bytes :], rows[:, form.label_bytes - 1]

@@ -1,4 +1,4 @@
-"""Fetch a file over HTTP: goes on where it broke off, and has its name only when its digest is right."""
+"""Download a file over HTTP: resumable, and checked by its digest before it gets its name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CHUNK = 1 << 18
 def fetch(url: str, path: Path, md5: str, progress: Progress | None = None) -> None:
     """Download `url` to `path`.
 
-    What has come is kept beside it as `.part`; a later attempt, or a later call, asks only for the rest.
+    Bytes that have arrived are kept in a file `.part`; a later attempt, or a later call, requests only the others.
 
     Args:
         md5: the digest of the whole file.
-        progress: called with the bytes that are there and the bytes of the whole file, None where not known.
+        progress: called with the bytes that are downloaded and the bytes of the whole file, None if unknown.
 
     Raises:
         DataError: the server cannot be reached, or what it sends is not the file.
@@ -46,7 +46,7 @@ def fetch(url: str, path: Path, md5: str, progress: Progress | None = None) -> N
     except (OSError, http.client.HTTPException) as error:
         raise DataError(f"{url} could not be fetched: {str(error) or type(error).__name__}") from error
     if found != md5:
-        part.unlink()  # going on from it could only fail again
+        part.unlink()  # resuming it would fail again
         raise DataError(f"{url} gave a file with the MD5 {found}, not {md5}; it was removed: try again")
     part.replace(path)
 
@@ -80,4 +80,6 @@ def _fetch_rest(url: str, part: Path, progress: Progress | None) -> None:
             file.flush()
             os.fsync(file.fileno())
     if total is not None and done < total:
-        raise ConnectionError(f"the connection broke after {done:,} of {total:,} bytes; try again to go on from there")
+        raise ConnectionError(
+            f"the connection broke after {done:,} of {total:,} bytes; try again to resume the download"
+        )

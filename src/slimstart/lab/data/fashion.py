@@ -1,4 +1,4 @@
-"""A part of Fashion-MNIST, embedded: a real data set that is always there, for first steps and for tests.
+"""A part of Fashion-MNIST, embedded: a real data set without a download, for first steps and for tests.
 
 28 x 28 grey images of clothes in 10 classes: the first 600 of each class of the 60,000 training images and the first
 200 of each of the 10,000 test images, in their original order (`scripts/embed_fashion.py`). Accuracies on it are not

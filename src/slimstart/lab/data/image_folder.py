@@ -85,7 +85,7 @@ def load(
 
 @dataclass(frozen=True)
 class Files:
-    """Paths below `root` and labels. Arrays, because the pages of a list are copied into every worker it is read in."""
+    """Paths below `root`, and labels, as arrays: the memory of a list would be copied into every worker."""
 
     root: Path
     names: np.ndarray
@@ -182,8 +182,8 @@ class _Decoded(Dataset[tuple[Tensor, Tensor] | DataError]):
             try:
                 image[:] = self._decode(path, int(index))
             except Exception as error:  # Pillow has no one error for damaged files
-                # Returned, for an exception would arrive as the worker's whole traceback.
-                return DataError(f"{path} cannot be decoded: {error}; remove the file or get it anew")
+                # Returned, because a raised exception would arrive with the traceback of the worker.
+                return DataError(f"{path} cannot be decoded: {error}; remove the file or replace it")
         return torch.from_numpy(images), torch.from_numpy(self._files.labels[indices])
 
     def _decode(self, path: Path, index: int) -> np.ndarray:

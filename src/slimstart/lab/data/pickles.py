@@ -1,8 +1,8 @@
 """Read a pickle of plain data without letting it run anything.
 
-A pickle is a program: it names functions and calls them. Here the names that the files of CIFAR use are answered with
-stand-ins that only take note of what they are given, and every other name is refused before anything is looked up. So
-a file can make containers, numbers, strings and arrays of uint8, and nothing else.
+A pickle is a program: it names functions and calls them. Here the names in files of CIFAR are replaced by stand-ins
+that only store their arguments, and every other name is refused before it is looked up. So a file can make containers,
+numbers, strings and arrays of uint8, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slimstart.errors import DataError
 
 
 class _Type:
-    """In the place of `numpy.dtype`."""
+    """A stand-in for `numpy.dtype`."""
 
     def __init__(self, code: object, *_: object) -> None:
         if code not in ("u1", b"u1"):
@@ -28,7 +28,7 @@ class _Type:
 
 
 class _Array:
-    """In the place of `numpy.ndarray`, and of the function that makes an empty one."""
+    """A stand-in for `numpy.ndarray`, and for the function that makes an empty one."""
 
     value: np.ndarray
 
@@ -40,7 +40,7 @@ class _Array:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """In the place of `_codecs.encode`, through which Python 3 writes bytes that Python 2 can read."""
+    """A stand-in for `_codecs.encode`, through which Python 3 writes bytes that Python 2 can read."""
     if encoding not in ("latin1", b"latin1"):
         raise pickle.UnpicklingError(f"bytes encoded as {encoding!r}")
     return text.encode("latin1")
@@ -77,6 +77,6 @@ def read(content: bytes, source: object) -> dict[str, Any]:
             key.decode() if isinstance(key, bytes) else key: value.value if isinstance(value, _Array) else value
             for key, value in found.items()
         }
-    # A damaged pickle is a damaged program, and fails in as many ways.
+    # A damaged pickle may raise any exception.
     except Exception as error:
-        raise DataError(f"{source} is not a batch of CIFAR, or damaged: {error}; get it anew") from error
+        raise DataError(f"{source} is not a batch of CIFAR, or damaged: {error}; download it again") from error

@@ -1,8 +1,8 @@
 """Sixteen classes of Tiny ImageNet: 64 x 64 photographs, 500 of each class for training and 50 for testing.
 
 Read from `tinyimagenet16.npz` in `data_dir`, or as `data_dir` itself: the original JPEG files in one array. All share
-one of two headers (colour or grey), which is kept once; `scans` are the rests of the files, end to end, and `lengths`,
-`labels`, `grey` and `val` have one entry per image. The images are decoded once, when the set is loaded.
+one of two headers (colour or grey), which is stored once; `scans` are the files without it, concatenated, and
+`lengths`, `labels`, `grey` and `val` have one entry per image. The images are decoded once, when the set is loaded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The networks of the paper's experiments, dense, and how a network is found by its name.
 
-Plain modules that know nothing of slimming; tracing finds out what of them can shrink. Every factory takes
+Plain PyTorch modules; tracing finds what can shrink. Every factory takes
 `num_classes`, `in_channels` and `width`, which multiplies the channels of every layer. For images of 28 x 28: `small`;
 of 32 x 32: `vgg16`, `vgg19`, `resnet20`, `resnet32`, `wrn28_10`; of 224 x 224: `resnet50`, `mobilenet_v1`. All pool at
-the end and take other sizes, too.
+the end, so they also accept other sizes.
 
-Open `vgg.py` first (a network in thirty lines), then `layers.py` (what they share, and how they start). `registry.py`
+Open `vgg.py` first (a network in thirty lines), then `layers.py` (common layers and initialisation). `registry.py`
 has `build`, a network by name; `siblings.py` has shallower networks of the same families; `factories.py` has
 `from_factory`, a network of the user's own.
 """

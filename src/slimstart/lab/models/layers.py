@@ -1,4 +1,4 @@
-"""What the networks here share: how `width` scales them, their convolution, their stages, and how they start."""
+"""Common parts of the networks here: scaling by `width`, convolutions, stages, and initialisation."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def scaled(channels: int, width: float) -> int:
 
 
 def conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """A convolution that keeps the image's size at stride 1; without bias, which the normalisation behind it has."""
+    """A convolution that keeps the image's size at stride 1; without bias, which the normalisation after it has."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
 
 
 def conv_bn_relu(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    """The three layers that plain networks are chains of."""
+    """Convolution, normalisation and ReLU."""
     return [conv(inputs, outputs, kernel, stride, groups), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
 
 
@@ -66,13 +66,13 @@ def stage(
 
 
 def initialised(network: Network) -> Network:
-    r"""The same network, its convolutions drawn from :math:`N(0, 2 / n)`, n the outputs that one input reaches.
+    r"""The same network, with convolutions drawn from :math:`N(0, 2 / n)`, n the outputs that one input reaches.
 
-    That keeps the size of gradients through layers with ReLU (He et al., 2015). PyTorch's own `fan_out` does not know
-    of groups, and would start the filters of a depthwise layer too small by the square root of their number.
+    That keeps the size of gradients through layers with ReLU (He et al., 2015). PyTorch's own `fan_out`
+    ignores groups, and would make the weights of a depthwise layer too small by the square root of the filters.
 
-    Normalisation starts as the identity, also at the end of a residual branch: started at zero, it would hide the
-    branch from the loss, and every mask in it from the search. The classifier starts as PyTorch has it.
+    Normalisation starts as the identity, also at the end of a residual branch: at zero, the branch would have no
+    influence on the loss, nor would masks in it. The classifier has PyTorch's initialisation.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d):

@@ -2,7 +2,7 @@
 
 A sibling is named by its depths, such as `1,1,2,2,2`, and has the family's ratio of widths between stages; with `:late`
 after the depths, late stages are wider: every ratio to the first stage is raised to the power 1.3, so that 1 : 2 : 4
-becomes 1 : 2.5 : 6. Widths at width 1 are of no importance where a budget scales them.
+becomes 1 : 2.5 : 6. Only the ratios matter where a budget scales the widths.
 """
 
 from __future__ import annotations

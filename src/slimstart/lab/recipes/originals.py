@@ -7,7 +7,7 @@ by one schedule: the variants called `-uniform`. Where settings come from:
 - **l1**: 160 + 40 epochs, as in the repetition by *Rethinking the Value of Network Pruning*, batch and decay too.
 - **soft**: the authors' script for CIFAR, whose first epoch is at a tenth of the learning rate: here it rises.
 - **thinet**: the authors have ImageNet only. The dense network is trained as that of `l1`; then every layer is cut by
-  itself, two epochs at 1e-3 each. (Theirs has one or two, and more behind the last.)
+  itself, two epochs at 1e-3 each. (The authors' has one or two, and more after the last.)
 - **provable**: the schedules of its study, retraining from the first learning rate.
 - **slimming**: the paper and its code, but for Nesterov's momentum. It is not in the paper's tables.
 - **grow-efficient**: 160 epochs, a tenth from 80 and from 120 on; batch 128 and decay 5e-4 are ours.

@@ -1,5 +1,5 @@
-"""Named recipes: one per row of the paper's tables, with the paper's numbers beside it, one with its settings for any
-network, and one for the embedded data.
+"""Named recipes: one for each row of the paper's tables, with the paper's numbers; one with the paper's settings for
+any network; and one for the embedded data.
 
 The methods that the paper compares with are in `originals`. Where each setting of the others comes from:
 
@@ -9,7 +9,7 @@ The methods that the paper compares with are in `originals`. Where each setting 
   training data, 40 epochs of fine-tuning at 1e-3.
 - **Ours**, because neither says: rho of each row, such that the search starts at the FLOPs that the paper reports;
   a constant learning rate in fine-tuning; for ImageNet 100 epochs, 5 of them warm-up, no fine-tuning, weight decay
-  3.05e-5; FLOPs of the rows for networks of which the paper has figures only.
+  3.05e-5; FLOPs of networks that the paper shows in figures only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A recipe: everything that decides what a run computes, as one flat frozen dataclass. Presets are recipes with a name.
 
-Where a run computes (device, folders, worker processes) is no part of it: see `surroundings.Place`.
+Where a run computes (device, folders, worker processes) is not part of it: see `run.environment.Place`.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """The same for runs that differ in the seed alone."""
+        """Hash of the settings; equal for runs that differ only in the seed."""
         fields = dataclasses.asdict(self)
         del fields["seed"]
         return records.digest(fields)
@@ -306,7 +306,7 @@ def _typed(content: Mapping[str, Any], own: Mapping[str, str | None]) -> dict[st
 
 
 def as_toml(recipe: Recipe) -> str:
-    """The recipe as `read` reads it; what is None is left out."""
+    """The recipe in the format of `read`, without settings that are None."""
     fields = dataclasses.asdict(recipe)
     lines = [f"{name} = {json.dumps(v, ensure_ascii=False)}" for name, v in fields.items() if v is not None]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-r"""The learning rate of the weights as a pure function of the step: nothing to save, nothing to restore.
+r"""The learning rate of the weights as a pure function of the step, so that a checkpoint need not hold it.
 
 A linear warm-up, then a schedule over `epochs`, then another one for fine-tuning. The learning rate of s falls along a
 cosine too; the policy does that by itself.
