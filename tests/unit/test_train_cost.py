@@ -85,7 +85,11 @@ def test_the_ledger_equals_a_count_of_what_runs(model: str, settings: dict[str, 
     recipe = Recipe(model=model, width=0.125, data="cifar10", **settings)  # type: ignore[arg-type]
     images, labels = batch()
     network = models.build(model, num_classes=10, width=0.125)
-    method = make_method(recipe, network, images[:1], steps_per_epoch=10)
+
+    def sibling(width: float) -> nn.Module:
+        return models.build(model, num_classes=10, width=width, stages=models.siblings(model)[0])
+
+    method = make_method(recipe, network, images[:1], steps_per_epoch=10, make_sibling=sibling)
     for _ in range(2):
         before = method.ledger.total
         with counting() as count:
