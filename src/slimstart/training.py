@@ -357,8 +357,13 @@ class SparseTraining(Stepping):
 
     @property
     def graph(self) -> ChannelGraph:
-        """The channel graph of the present network: without the layers that it is without."""
+        """The channel graph of the present network; the layers that it is without are `graph.removed`."""
         return self._networks.graph
+
+    @property
+    def dense_graph(self) -> ChannelGraph:
+        """The channel graph of the whole model."""
+        return self._networks.dense_graph
 
     @property
     def num_steps(self) -> int:

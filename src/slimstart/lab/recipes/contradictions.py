@@ -38,6 +38,7 @@ AT_LEAST_ONE = (
 )
 POSITIVE = ("width", "structure_lr", "lr", "eps", "finetune_lr")
 NOT_NEGATIVE = (
+    "depth",
     *("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"),
     *("mixup", "cutmix", "rand_augment"),
 )
@@ -78,7 +79,7 @@ def _values(recipe: Recipe) -> Iterator[str]:
         if getattr(recipe, name) is not None and not 0 < getattr(recipe, name) < float("inf"):
             yield f"`{name}` is {getattr(recipe, name)}; it must be positive and finite"
     for name in NOT_NEGATIVE:
-        if not 0 <= getattr(recipe, name) < float("inf"):
+        if getattr(recipe, name) is not None and not 0 <= getattr(recipe, name) < float("inf"):
             yield f"`{name}` is {getattr(recipe, name)}; it must not be negative or infinite"
     for name in FRACTIONS:
         if getattr(recipe, name) is not None and not 0 <= getattr(recipe, name) <= 1:

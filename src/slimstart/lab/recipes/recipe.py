@@ -34,7 +34,7 @@ METHODS = (
     "grow-efficient",
 )
 PRECISIONS = ("float32", "tf32", "bfloat16")
-OWN_SETTINGS = ("estimator", "sampling", "structure_lr")  # fields of a recipe that some policies lack
+OWN_SETTINGS = ("estimator", "sampling", "structure_lr", "depth")  # fields of a recipe that some policies lack
 
 
 def _setting(default: Any, about: str) -> Any:
@@ -83,6 +83,11 @@ class Recipe:
     )
     structure_lr: float | None = _setting(
         None, "Learning rate of the structure. By default that of the method's authors; 12e-3 with the policy paper."
+    )
+    depth: float | None = _setting(
+        None,
+        "Remove whole layers at the start with the policy equal_worth: of those that can go, a fraction budget ** "
+        "depth remains. 0, the default, keeps all; with 0.5 depth and width shrink alike.",
     )
     resample_every: int | None = _setting(
         None,

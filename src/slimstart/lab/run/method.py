@@ -71,7 +71,7 @@ class Method(Protocol):
 
     @property
     def widths(self) -> Mapping[str, int] | None:
-        """Filters of every layer in the network of the last step; None where the structure is not learned."""
+        """Filters of every layer in the network of the last step; 0 for a removed layer, None without a search."""
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on one batch; returns the detached loss."""

@@ -239,7 +239,8 @@ class Program:
             return
         moment = progress.epoch + progress.batch / self.task.steps_per_epoch
         if not known or moment - known[-1].start > self.recipe.total_epochs / MAX_STRUCTURES:
-            known.append(records.Structure(moment, dict(widths)))
+            removed = tuple(name for name, width in widths.items() if width == 0)
+            known.append(records.Structure(moment, dict(widths), removed))
 
     def _set_learning_rate(self) -> None:
         for group in self.method.optimizer.param_groups:

@@ -159,10 +159,11 @@ def _layers(filters: Mapping[str, Tensor], task: Task, network: nn.Module) -> tu
     modules, dense, own = dict(network.named_modules()), task.dense.layer_flops, layer_flops(network, task.example)
     for name, units in filters.items():
         layer = modules.get(name)
-        width = getattr(layer, "out_channels", None) or getattr(layer, "out_features", None)
+        removed = layer is None or isinstance(layer, nn.Identity)
+        width = 0 if removed else getattr(layer, "out_channels", None) or getattr(layer, "out_features", None)
         if width is not None:
             # A layer without FLOPs is used in a way that is not counted by layer; a shallower sibling has other layers.
             same = task.recipe.method != "shallow" and dense.get(name)
-            costs = (dense[name], own.get(name)) if same else (None, None)
+            costs = (dense[name], 0 if removed else own.get(name)) if same else (None, None)
             found.append(records.Layer(name, units.numel(), int(width), *costs))
     return tuple(found)

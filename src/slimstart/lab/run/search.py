@@ -26,7 +26,7 @@ def policy_of(recipe: Recipe, steps_per_epoch: int) -> Policy:
     """
     policy = get_policy(recipe.policy)
     own = {field.name for field in fields(policy)}  # type: ignore[arg-type]
-    names = own & {"estimator", "sampling", "structure_lr", "resample_every", "align", "seed"}
+    names = own & {"estimator", "sampling", "structure_lr", "depth", "resample_every", "align", "seed"}
     given = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
     search_steps = max(1, recipe.search_epochs * steps_per_epoch)
     share = equal_worth.SEARCHED * recipe.total_epochs * steps_per_epoch
@@ -64,12 +64,12 @@ class Search:
             full_model_device=recipe.full_model_device,
         )
         self._wrapped = None if wrap is None else wrap(model)  # several processes: `step` finds it
-        self.graph = self.sparse.graph
+        self.graph = self.sparse.dense_graph
         self._average = None
         if recipe.ema_decay is not None:
-            self._average = WeightAverage(recipe.ema_decay, self.sparse.dense_copy(), self.graph)
+            self._average = WeightAverage(recipe.ema_decay, self.sparse.dense_copy(), self.sparse.graph)
         self.ledger = Ledger()
-        self._nominal = Flops(1.0).bind(self.graph.costs)
+        self._nominal = Flops(1.0).bind(self.sparse.graph.costs)
         self.widths: Mapping[str, int] | None = None
 
     @property
@@ -106,7 +106,7 @@ class Search:
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         runs = self.sparse.executed
-        self.widths = runs.num_filters
+        self.widths = {name: runs.num_filters.get(name, 0) for name in self.graph.filters}
         input_gradient = self._first.input_gradient({**self._first.filters, **runs.num_filters})
         loss: Tensor = self.sparse.step(self.loss_fn, images, labels)
         if self._average is not None:
