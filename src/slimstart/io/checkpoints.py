@@ -38,8 +38,13 @@ class _Hashing:
         self._file.write(_SEAL + self._hash.hexdigest().encode())
 
 
-def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def write(state: Mapping[str, Any], path: str | os.PathLike[str], is_link_allowed: bool = True) -> None:
     """Write a state dict to a file, atomically.
+
+    Args:
+        state: the state dict.
+        path: of the file.
+        is_link_allowed: whether the folder of the file may be a link.
 
     Raises:
         CheckpointError: the disk is full, or the folder is not writable; an older file of that name is unchanged.
@@ -51,7 +56,7 @@ def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         hashing.write_checksum()
 
     try:
-        atomic.write_with(path, put)
+        atomic.write_with(path, put, is_link_allowed)
     except (OSError, RuntimeError) as error:  # PyTorch's writer wraps an OSError in a RuntimeError
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(f"{os.fspath(path)!r} cannot be written: {cause}") from error
