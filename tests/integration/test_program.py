@@ -481,3 +481,16 @@ def test_a_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run" / ".lock")
     with pytest.raises(ConfigError, match="not a regular file"), Run(tmp_path / "run").locked():
         pass
+
+
+def test_checkpoints_of_the_user_are_not_removed(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.create(TINY)
+    own = ["best.pt", "step-1.pt", "step-000000001-before.pt", "z.pt", "best.pt.partial"]
+    for name in own:
+        (run.folder / "checkpoints" / name).write_bytes(b"mine")
+    for step in range(4):
+        run.save({"step": step}, step)
+    found = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert found == {*own, "step-000000002.pt", "step-000000003.pt"}
+    assert run.latest() == {"step": 3}

@@ -32,7 +32,7 @@ from slimstart.lab.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 NUM_CHECKPOINTS = 2
-_CHECKPOINT = re.compile(r".*\.pt")
+_CHECKPOINT = re.compile(r"step-\d{9,}\.pt")
 _SCALARS = {
     "train_loss": "train/loss",
     "lr": "train/lr",
