@@ -1,4 +1,4 @@
-"""A folder of images by class, as ImageNet is kept: `train/CLASS/*` and `val/CLASS/*`, in any format Pillow reads.
+"""A folder of images by class, as ImageNet is kept: `train/CLASS/*` and `val/CLASS/*`, in the formats of `FORMATS`.
 
 Training: a random part of the image (8 to 100 % of its area, ratio 3/4 to 4/3), resized and flipped or not. Testing:
 the centre of the image. Both are one box of the image resized to `image_size`, so a JPEG is decoded only as finely as
@@ -36,6 +36,8 @@ from slimstart.lab.data.rand_augment import EpochDraws, RandAugment
 
 IMAGE_SIZE = 224
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif")
+# Without this list Pillow looks into a file for any format, and opens some with other programs (EPS with Ghostscript).
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 _SHORT_SIDE = 256 / 224  # of a test image, in units of `image_size`, before its centre is cut out
@@ -188,7 +190,7 @@ class _Decoded(Dataset[tuple[Tensor, Tensor] | DataError]):
 
     def _decode(self, path: Path, index: int) -> np.ndarray:
         size = self._image_size
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             width, height = image.size
             if self._seed is None:
                 box, flip = centre_box(width, height), False
