@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import zipfile
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -14,6 +16,7 @@ import torch
 
 from slimstart.errors import CheckpointError
 from slimstart.io import atomic
+from slimstart.io.files import open_to_read
 
 _SEAL = b"\nslimstart blake2b "
 _DIGEST_SIZE = 32
@@ -69,15 +72,30 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         CheckpointError: the file is missing, truncated, altered, or holds more than tensors and plain values.
     """
     try:
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             _check_checksum(file)
+            _check_sizes(file)
             file.seek(0)
             state: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:  # the file may be fine
         raise
+    except pickle.UnpicklingError as error:  # PyTorch's message advises to execute what is in the file
+        raise CheckpointError(
+            f"{os.fspath(path)!r} cannot be read as a checkpoint: it holds more than tensors and plain values"
+        ) from error
     except Exception as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be read as a checkpoint: {error}") from error
     return state
+
+
+def _check_sizes(file: BinaryIO) -> None:
+    """Refuse an archive that unpacks to more than its own size; ours are not compressed."""
+    length = file.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+    packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    if packed or sum(member.file_size for member in members) > length:
+        raise ValueError("it unpacks to more than its own size: it is not a checkpoint of slimstart")
 
 
 def _check_checksum(file: BinaryIO) -> None:
