@@ -37,7 +37,7 @@ from slimstart.graph import ChannelGraph
 from slimstart.io import checkpoints, training_state
 from slimstart.narrow import Executed, is_pretrained, recalibrate, suit_, trace_verified
 from slimstart.narrow.hooks import remove_hooks
-from slimstart.narrow.optimizer_state import held_by, unwrapped
+from slimstart.narrow.optimizer_state import check_state, held_by, unwrapped
 from slimstart.narrow.state_dicts import ModelState, PartialLoads
 from slimstart.narrow.verify import prove
 from slimstart.policies import Budget, Learner, Policy, get_policy
@@ -165,14 +165,16 @@ class SparseTraining(Stepping):
         logger.info("%s", self.graph.summary)
 
     def _check_prunable(self, graph: ChannelGraph) -> None:
+        """Refuse a model of which nothing can shrink, and optimizers that do not hold it or cannot follow it."""
         if graph.num_units == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in islice(graph.not_prunable.items(), 5))
             raise TraceError(f"nothing in the model can shrink ({reasons or 'it has no layers that can be traced'})")
-        prunable = {id(p) for name, p in self.model.named_parameters() if name in graph.tensors}
-        if not held_by(self._optimizers) & prunable:
+        prunable = {id(p): name for name, p in self.model.named_parameters() if name in graph.tensors}
+        if not held_by(self._optimizers) & prunable.keys():
             raise ValueError(
                 "`optimizer` holds none of the model's parameters that can shrink; build it from `model.parameters()`"
             )
+        check_state(self._optimizers, prunable)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

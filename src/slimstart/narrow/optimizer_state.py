@@ -156,6 +156,23 @@ def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch
     )
 
 
+def check_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> None:
+    """Refuse optimizers whose state cannot follow the channels, before they have any: found by a step of a copy.
+
+    Args:
+        names: {id of a parameter that can shrink: its name}.
+
+    Raises:
+        OptimizerStateError: a state entry is neither shaped like its parameter nor a scalar.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            ours = [parameter for parameter in group["params"] if id(parameter) in names]
+            for parameter in sorted(ours, key=lambda one: -one.dim())[:1]:  # a matrix, if there is one
+                for key, value in first_state(optimizer, group, torch.zeros_like(parameter)).items():
+                    _follows(optimizer, names[id(parameter)], key, value, parameter.shape)
+
+
 def first_state(optimizer: Optimizer, group: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
     """The state that an optimizer makes for some numbers in a step with zero gradient; the optimizer is not changed."""
     probe = copy.copy(optimizer)
