@@ -467,7 +467,7 @@ def test_every_key_is_expected() -> None:
     """The list above is whole."""
     assert set(training().state_dict()) == {
         "format", "coupling", "structure", "num_steps", "held_steps", "settled", "masks", "removed",
-        "capacity", "pending", "policy", "model", "optimizers", "random",
+        "capacity", "pending", "followers", "policy", "model", "optimizers", "random",
     }  # fmt: skip
 
 

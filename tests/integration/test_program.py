@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import gc
 import itertools
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -435,3 +436,61 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in run.checkpoints()] == ["step-000000010.pt", "step-000000002.pt"]
     assert run.latest() == {"step": 10}
     assert not list(run.folder.rglob("*.partial"))
+
+
+def test_links_in_a_run_are_not_followed(tmp_path: Path) -> None:
+    """A folder that somebody sent may hold links to files of the user."""
+    run, home = Run(tmp_path / "run"), tmp_path / "home"
+    run.create(TINY)
+    home.mkdir()
+    precious = home / "precious"
+    precious.write_bytes(b"mine")
+    (run.folder / ".lock").symlink_to(precious)
+    with pytest.raises(ConfigError, match=r"is a link, .*run/\.lock'"), run.locked():
+        pass
+    (run.folder / ".lock").unlink()
+    for name in ("metrics.csv", "record.json", "checkpoints/step-000000003.pt"):
+        for partial in ("", ".partial"):
+            (run.folder / f"{name}{partial}").symlink_to(precious)
+    with run.locked():
+        run.write_metrics([])
+        run.save({"step": 3}, 3)
+    assert run.latest() == {"step": 3}
+    assert precious.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+def test_a_folder_of_a_run_that_is_a_link_is_refused(tmp_path: Path, name: str) -> None:
+    run, home = Run(tmp_path / "run"), tmp_path / "home"
+    run.create(TINY)
+    home.mkdir()
+    for step in range(4):
+        (home / f"step-00000000{step}.pt").write_bytes(b"mine")
+    (run.folder / "checkpoints").rmdir()
+    (run.folder / name).symlink_to(home)
+    with pytest.raises(ConfigError, match=f"{name} is a link"), run.locked():
+        pass
+    if name == "checkpoints":
+        with pytest.raises(CheckpointError, match="is a link"):
+            run.save({}, 10)
+    assert len(list(home.iterdir())) == 4
+
+
+def test_a_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / ".lock")
+    with pytest.raises(ConfigError, match="not a regular file"), Run(tmp_path / "run").locked():
+        pass
+
+
+def test_checkpoints_of_the_user_are_not_removed(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.create(TINY)
+    own = ["best.pt", "step-1.pt", "step-000000001-before.pt", "z.pt", "best.pt.partial"]
+    for name in own:
+        (run.folder / "checkpoints" / name).write_bytes(b"mine")
+    for step in range(4):
+        run.save({"step": step}, step)
+    found = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert found == {*own, "step-000000002.pt", "step-000000003.pt"}
+    assert run.latest() == {"step": 3}

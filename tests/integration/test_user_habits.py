@@ -269,6 +269,41 @@ def test_an_average_of_weights_follows_the_structure(policy: Any, caplog: pytest
 
 
 @POLICIES
+def test_a_training_resumes_with_its_average(policy: Any) -> None:
+    """The average of channels that are not in the network is in the training's state, and returns with them."""
+
+    def fresh() -> tuple[Any, Any, Any, Any]:
+        model, optimizer, sparse = make_training(policy=policy)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        sparse.follow(average)
+        return model, optimizer, sparse, average
+
+    def run(training: tuple[Any, Any, Any, Any], steps: int) -> None:
+        model, optimizer, sparse, average = training
+        for _ in range(steps):
+            if policy is QUICK:
+                iterate(model, optimizer)
+            else:
+                sparse.step(loss_fn, IMAGES, LABELS)
+            average.update_parameters(model)
+
+    training = fresh()
+    run(training, 2)
+    state, averaged = copy.deepcopy(training[2].state_dict()), copy.deepcopy(training[3].state_dict())
+    run(training, 8)
+    again = fresh()
+    again[2].load_state_dict(state)
+    again[3].load_state_dict(averaged)
+    run(again, 8)
+    assert not torch.equal(again[2].mask, state["masks"][0])
+    for one, other in zip(training[3].parameters(), again[3].parameters(), strict=True):
+        assert torch.equal(one, other)
+    alone = make_training(policy=policy)[2]
+    with pytest.raises(CheckpointError, match="call `follow` as often before loading as before saving"):
+        alone.load_state_dict(state)
+
+
+@POLICIES
 def test_an_average_that_does_not_follow_causes_a_warning(policy: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, sparse = make_training(policy=policy)
     followed, left = AveragedModel(model), AveragedModel(model)

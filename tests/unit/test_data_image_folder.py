@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from slimstart.errors import ConfigError, DataError
 from slimstart.lab.data import ImageData, load
 from slimstart.lab.data.batches import generator
-from slimstart.lab.data.image_folder import centre_box, random_box
+from slimstart.lab.data.image_folder import EXTENSIONS, centre_box, random_box
 from tests.datasets import photograph, write_image_folder
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
@@ -204,6 +204,25 @@ def test_a_damaged_image_is_named(tmp_path: Path, num_workers: int) -> None:
         with pytest.raises(DataError, match=r"val/b/0\.jpeg cannot be decoded: .*; remove the file or replace it") as e:
             list(images_of(tmp_path, num_workers=num_workers).test.epoch(0))
         assert "\n" not in str(e.value)
+
+
+def test_other_formats_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow reads an EPS, whatever its name, by starting Ghostscript."""
+    called = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: called.append(args))
+    write_image_folder(tmp_path)
+    (tmp_path / "val" / "b" / "0.jpeg").unlink()
+    photograph(20, 20, 0).save(tmp_path / "val" / "b" / "x.png", "EPS")
+    with pytest.raises(DataError, match=r"val/b/x\.png cannot be decoded"):
+        list(images_of(tmp_path).test.epoch(0))
+    assert not called
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_all_extensions_can_be_read(tmp_path: Path, extension: str) -> None:
+    write_image_folder(tmp_path)
+    photograph(20, 20, 0).save(tmp_path / "val" / "b" / f"x{extension}")
+    assert len(torch.cat([labels for _, labels in images_of(tmp_path).test.epoch(0)])) == 10
 
 
 def test_folders_without_a_data_set_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import zipfile
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -14,6 +16,7 @@ import torch
 
 from slimstart.errors import CheckpointError
 from slimstart.io import atomic
+from slimstart.io.files import open_to_read
 
 _SEAL = b"\nslimstart blake2b "
 _DIGEST_SIZE = 32
@@ -38,8 +41,13 @@ class _Hashing:
         self._file.write(_SEAL + self._hash.hexdigest().encode())
 
 
-def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def write(state: Mapping[str, Any], path: str | os.PathLike[str], is_link_allowed: bool = True) -> None:
     """Write a state dict to a file, atomically.
+
+    Args:
+        state: the state dict.
+        path: of the file.
+        is_link_allowed: whether the folder of the file may be a link.
 
     Raises:
         CheckpointError: the disk is full, or the folder is not writable; an older file of that name is unchanged.
@@ -51,7 +59,7 @@ def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         hashing.write_checksum()
 
     try:
-        atomic.write_with(path, put)
+        atomic.write_with(path, put, is_link_allowed)
     except (OSError, RuntimeError) as error:  # PyTorch's writer wraps an OSError in a RuntimeError
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(f"{os.fspath(path)!r} cannot be written: {cause}") from error
@@ -64,15 +72,30 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         CheckpointError: the file is missing, truncated, altered, or holds more than tensors and plain values.
     """
     try:
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             _check_checksum(file)
+            _check_sizes(file)
             file.seek(0)
             state: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:  # the file may be fine
         raise
+    except pickle.UnpicklingError as error:  # PyTorch's message advises to execute what is in the file
+        raise CheckpointError(
+            f"{os.fspath(path)!r} cannot be read as a checkpoint: it holds more than tensors and plain values"
+        ) from error
     except Exception as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be read as a checkpoint: {error}") from error
     return state
+
+
+def _check_sizes(file: BinaryIO) -> None:
+    """Refuse an archive that unpacks to more than its own size; ours are not compressed."""
+    length = file.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+    packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    if packed or sum(member.file_size for member in members) > length:
+        raise ValueError("it unpacks to more than its own size: it is not a checkpoint of slimstart")
 
 
 def _check_checksum(file: BinaryIO) -> None:

@@ -30,6 +30,7 @@ _KEYS = {
     "removed",
     "capacity",
     "pending",
+    "followers",
 }
 _KEYS |= {"policy", "model", "optimizers", "random"}
 _SCHEDULED = {
@@ -55,6 +56,7 @@ class Saved:
     capacity: Capacity | None
     policy: dict[str, Any]
     store: Store
+    followers: list[Store]  # dense tensors of the copies that follow the model
     others: dict[str, Tensor]  # tensors of the model that cannot shrink
     optimizers: list[dict[str, Any]]
     random: Tensor
@@ -103,6 +105,7 @@ def state_dict_of(
         "pending": pending,
         "policy": policy,
         "model": model_state.dense(),
+        "followers": [store.tensors for store in networks.follower_stores()],
         "optimizers": [dense_state(one, networks) for one in optimizers],
         "random": torch.get_rng_state(),
     }
@@ -154,13 +157,24 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
             raise CheckpointError(f"the state dict's {what} do not fit the network")
     random = state["random"]
     torch.Generator().set_state(random.cpu())  # raises for anything but a generator's state
-    store = Store(
-        {
-            name: value.to("cpu" if networks.store.host else dense[name].device, dense[name].dtype, copy=True)
-            for name, value in model_state.canonical(state["model"]).items()
-        },
-        networks.store.host,
-    )
+
+    def store_of(tensors: Mapping[str, Tensor]) -> Store:
+        place = "cpu" if networks.store.host else None
+        copies = {
+            name: value.to(place or dense[name].device, dense[name].dtype, copy=True) for name, value in tensors.items()
+        }
+        return Store(copies, networks.store.host)
+
+    followers = state["followers"]
+    if not isinstance(followers, list) or len(followers) != len(networks.followers):
+        number = len(followers) if isinstance(followers, list) else "no"
+        raise CheckpointError(
+            f"the state dict has {number} copies that follow the model, and this training {len(networks.followers)}; "
+            "call `follow` as often before loading as before saving"
+        )
+    shapes = {name: tensor.shape for name, tensor in dense.items()}
+    if any(not isinstance(one, Mapping) or _shapes(one) != shapes for one in followers):
+        raise CheckpointError("the state dict's copies that follow the model differ in their tensors or their shapes")
     others = {key: value.clone() for key, value in state["model"].items() if key not in names}
     return Saved(
         state["num_steps"],
@@ -171,7 +185,8 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
         None if state["pending"] is None else state["pending"].clone(),
         _capacity(state["capacity"], networks),
         copy.deepcopy(dict(state["policy"])),
-        store,
+        store_of(model_state.canonical(state["model"])),
+        list(map(store_of, followers)),
         others,
         _checked_optimizers(state["optimizers"], optimizers, networks),
         random.cpu().clone(),
@@ -254,7 +269,14 @@ def reporting_misfits() -> Iterator[None]:
 @torch.no_grad()
 def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -> Change:
     """The change to the saved networks and optimizer state."""
-    change = networks.prepare(saved.masks, None, store=saved.store, capacity=saved.capacity, removed=saved.removed)
+    change = networks.prepare(
+        saved.masks,
+        None,
+        store=saved.store,
+        capacity=saved.capacity,
+        removed=saved.removed,
+        followers=saved.followers,
+    )
     own = networks.whole_state()
     for key, value in saved.others.items():
         change.copy(own[key], value.to(own[key].device, own[key].dtype))

@@ -11,7 +11,7 @@ shapes then change seldom.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -248,6 +248,7 @@ class Networks:
         store: Store | None = None,
         capacity: Capacity | None = None,
         removed: Iterable[str] | None = None,
+        followers: Sequence[Store] | None = None,
     ) -> Change:
         """Everything that makes the model, and the optimizers' state, those of another draw.
 
@@ -259,6 +260,7 @@ class Networks:
             capacity: of the new networks; by default one is chosen.
             removed: names of layers that the new networks are without; by default those of the present ones. The
                 optimizer state of such a layer is dropped. A layer that returns has its stored weights and new state.
+            followers: dense tensors that replace the present ones of the followers.
         """
         graph = self.graph if removed is None else self.dense_graph.without(removed)
         same_layers = set(graph.removed) == set(self.graph.removed)
@@ -285,8 +287,13 @@ class Networks:
             change.copy(entry.value, value) if in_place else change.put(entry.state, entry.key, value)
         if self._device is not None and not self.version:
             self._move_fixed(change, self._device)
-        for network, own in self.followers:  # averages have been updated since the last change; save those first
-            network.write(own, self.selection)
+        if followers is not None:
+            change.set(self, "followers", [(n, own) for (n, _), own in zip(self.followers, followers, strict=True)])
+        for number, (network, own) in enumerate(self.followers):
+            if followers is not None:
+                own = followers[number]
+            else:  # averages have been updated since the last change; save those first
+                network.write(own, self.selection)
             network.fill(change, own, selection, self.device, in_place=False)
             network.point_ports(change, selection)
         if not same_layers:
@@ -361,6 +368,13 @@ class Networks:
         """Add to a change: layers on streams get their ports."""
         for layer in self._network.ports.values():
             change.call(open_port, layer)
+
+    @torch.no_grad()
+    def follower_stores(self) -> Iterator[Store]:
+        """Copies of the dense tensors of all followers."""
+        for network, own in self.followers:
+            network.write(own, self.selection)
+            yield own.copy()
 
     def follow(self, follower: nn.Module) -> None:
         """Let a copy of the model change its structure with it; `follower` as for `find_copy`."""

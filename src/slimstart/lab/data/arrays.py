@@ -6,11 +6,8 @@ process and no waiting for the device. On a GPU a batch is made on a stream of i
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -73,21 +70,6 @@ class ArraySet:
             test=InOrder(*test, TEST_BATCHES * batch_size, normalise, device, share),
             digest=digest_of(train[1].numpy(), test[1].numpy()),
         )
-
-
-def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """The named arrays of a file, in that order.
-
-    Raises:
-        DataError: the file is truncated or corrupt, or has no such arrays.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in names}
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(
-            f"{path} is damaged, or not an .npz with {', '.join(names)}: {error}; download it again"
-        ) from error
 
 
 def as_tensors(images: np.ndarray, labels: np.ndarray, num_classes: int, source: object) -> tuple[Tensor, Tensor]:

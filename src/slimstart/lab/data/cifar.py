@@ -7,7 +7,8 @@ Read from the first of these that is in `data_dir`, or is `data_dir` itself:
 - a `cifar10*.npz` or `cifar100*.npz` with `train_images` uint8 (N, 32, 32, 3), `train_labels`, `test_images` and
   `test_labels`; it may hold fewer images.
 
-If none is, the python archive is downloaded. Archives are read in memory, by the names of their members.
+If none is, the python archive is downloaded. Archives are read in memory, by the names of their members. The sizes
+of all files are known, and larger ones are refused before memory is used for them.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ import gzip
 import io
 import re
 import tarfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from slimstart.errors import DataError
-from slimstart.lab.data import pickles
-from slimstart.lab.data.arrays import ArraySet, as_tensors, read_npz
+from slimstart.io.files import open_to_read, read_bytes
+from slimstart.lab.data import npz, pickles
+from slimstart.lab.data.arrays import ArraySet, as_tensors
 from slimstart.lab.data.download import Progress, fetch
 
-_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 _PIXELS = 3 * 32 * 32
+_MAX_ROW = 2 * (_PIXELS + 128)  # bytes of an image, its labels and its name, in text of Python 3 at most
+_MAX_MEMBERS = 1000  # of an archive
 
 Part = tuple[np.ndarray, np.ndarray]  # images (N, 32, 32, 3) and labels (N,)
 
@@ -56,6 +59,11 @@ class Format:
     @property
     def files(self) -> tuple[str, ...]:
         return self.train + self.test
+
+    def max_bytes(self, file: str) -> int:
+        """Largest size of a file that holds its share of the images."""
+        num_images, names = (self.num_test, self.test) if file in self.test else (self.num_train, self.train)
+        return (1 << 16) + _MAX_ROW * num_images // len(names)
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -103,7 +111,7 @@ def read(form: Format, data_dir: Path, *, download: bool = False, progress: Prog
         DataError: they are missing, truncated or corrupt.
     """
     source = _find(form, data_dir) or _download(form, data_dir, download, progress)
-    parts = _read_arrays(source) if source.suffix == ".npz" else _read_files(form, source)
+    parts = _read_arrays(form, source) if source.suffix == ".npz" else _read_files(form, source)
     train, test = (as_tensors(*part, form.num_classes, source) for part in parts)
     return ArraySet(form.name, form.num_classes, train, test, form.mean, form.std, padding=4)
 
@@ -132,8 +140,12 @@ def _download(form: Format, data_dir: Path, download: bool, progress: Progress |
     )
 
 
-def _read_arrays(path: Path) -> tuple[Part, Part]:
-    train_images, train_labels, test_images, test_labels = read_npz(path, _ARRAYS).values()
+def _read_arrays(form: Format, path: Path) -> tuple[Part, Part]:
+    sizes = {"train": form.num_train, "test": form.num_test}
+    most = {
+        f"{part}_{what}": n * size for part, n in sizes.items() for what, size in (("images", _PIXELS), ("labels", 8))
+    }
+    train_images, train_labels, test_images, test_labels = npz.read(path, most).values()
     for images in (train_images, test_images):
         if images.shape[1:] != (32, 32, 3):
             raise DataError(f"{path} has images of shape {images.shape}, not (N, 32, 32, 3)")
@@ -162,8 +174,15 @@ def _read_files(form: Format, source: Path) -> tuple[Part, Part]:
 
 
 def _from_folder(form: Format, folder: Path) -> dict[str, bytes]:
-    names = [name + suffix for name in form.files for suffix in ("", ".bin")]
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    contents = {}
+    for name in form.files:
+        for file in (folder / name, folder / f"{name}.bin"):
+            if file.exists():
+                try:
+                    contents[file.name] = read_bytes(file, form.max_bytes(name))
+                except (OSError, ValueError) as error:
+                    raise DataError(f"{file} cannot be read: {error}; download it again") from error
+    return contents
 
 
 def _from_archive(form: Format, path: Path) -> dict[str, bytes]:
@@ -171,15 +190,44 @@ def _from_archive(form: Format, path: Path) -> dict[str, bytes]:
     members |= {f"{form.binary}/{name}.bin": f"{name}.bin" for name in form.files}
     contents = {}
     try:
-        with gzip.open(path) as file:
-            unpacked = io.BytesIO(file.read())  # to the end, where the checksum is
-        with tarfile.open(fileobj=unpacked, mode="r:") as archive:
-            for member in archive:
-                if member.name in members and (opened := archive.extractfile(member)) is not None:
-                    contents[members[member.name]] = opened.read()
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        with open_to_read(path) as packed, gzip.GzipFile(fileobj=packed) as unpacked:
+            limited = _Limited(unpacked, (1 << 20) + sum(map(form.max_bytes, form.files)))
+            with tarfile.open(fileobj=limited, mode="r|") as archive:  # a stream: no member can point to another
+                for number, member in enumerate(archive):
+                    if number >= _MAX_MEMBERS:
+                        raise ValueError(f"it has more than {_MAX_MEMBERS:,} members")
+                    if (name := members.get(member.name)) is not None:
+                        contents[name] = _member(archive, member, form.max_bytes(name.removesuffix(".bin")))
+            while limited.read(1 << 20):  # to the end, where the checksum is
+                pass
+    except MemoryError:  # the file may be fine
+        raise
+    except Exception as error:  # tarfile has no one error for damaged files
         raise DataError(f"{path} is damaged, or not a .tar.gz: {error}; remove it and download it again") from error
     return contents
+
+
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, max_bytes: int) -> bytes:
+    opened = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+    if opened is None:
+        raise ValueError(f"{member.name} is not a plain file")
+    if member.size > max_bytes:
+        raise ValueError(f"{member.name} has {member.size:,} bytes, more than the {max_bytes:,} of this data set")
+    return opened.read()
+
+
+class _Limited(io.RawIOBase):
+    """A file that may be read up to a number of bytes."""
+
+    def __init__(self, file: BinaryIO | gzip.GzipFile, max_bytes: int) -> None:
+        self._file, self._max_bytes, self._left = file, max_bytes, max_bytes
+
+    def read(self, size: int = -1) -> bytes:
+        content = self._file.read(self._left + 1 if size < 0 else min(size, self._left + 1))
+        self._left -= len(content)
+        if self._left < 0:
+            raise ValueError(f"it unpacks to more than {self._max_bytes:,} bytes")
+        return content
 
 
 def _parse_python(form: Format, content: bytes, source: str) -> Part:
@@ -187,7 +235,7 @@ def _parse_python(form: Format, content: bytes, source: str) -> Part:
     planes, labels = found.get("data"), found.get(form.label)
     if not isinstance(planes, np.ndarray) or planes.shape[1:] != (_PIXELS,):
         raise DataError(f"{source} has no rows of {_PIXELS:,} bytes as `data`: it is another data set, or damaged")
-    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+    if not isinstance(labels, list) or not all(type(label) is int and abs(label) < 2**31 for label in labels):
         raise DataError(f"{source} has no list of numbers as `{form.label}`: it is another data set, or damaged")
     return planes, np.array(labels, np.int64)
 

@@ -1,4 +1,4 @@
-"""A folder of images by class, as ImageNet is kept: `train/CLASS/*` and `val/CLASS/*`, in any format Pillow reads.
+"""A folder of images by class, as ImageNet is kept: `train/CLASS/*` and `val/CLASS/*`, in the formats of `FORMATS`.
 
 Training: a random part of the image (8 to 100 % of its area, ratio 3/4 to 4/3), resized and flipped or not. Testing:
 the centre of the image. Both are one box of the image resized to `image_size`, so a JPEG is decoded only as finely as
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from slimstart.errors import ConfigError, DataError
+from slimstart.io.files import open_to_read
 from slimstart.lab.data.batches import (
     RAND_AUGMENT,
     WHOLE,
@@ -36,6 +37,10 @@ from slimstart.lab.data.rand_augment import EpochDraws, RandAugment
 
 IMAGE_SIZE = 224
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif")
+# Without this list Pillow looks into a file for any format, and opens some with other programs (EPS with Ghostscript).
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
+MAX_PIXELS = 89_478_485  # where Pillow warns
+_FEW_PIXELS, _MAX_PIXELS_PER_BYTE = 1 << 22, 1000  # larger images than the first have at most that many
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 _SHORT_SIDE = 256 / 224  # of a test image, in units of `image_size`, before its centre is cut out
@@ -188,8 +193,9 @@ class _Decoded(Dataset[tuple[Tensor, Tensor] | DataError]):
 
     def _decode(self, path: Path, index: int) -> np.ndarray:
         size = self._image_size
-        with Image.open(path) as image:
+        with open_to_read(path) as file, Image.open(file, formats=FORMATS) as image:
             width, height = image.size
+            check_size(width, height, os.fstat(file.fileno()).st_size)
             if self._seed is None:
                 box, flip = centre_box(width, height), False
             else:
@@ -202,6 +208,19 @@ class _Decoded(Dataset[tuple[Tensor, Tensor] | DataError]):
             area = (left * scale, top * scale, right * scale, bottom * scale)
             part = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, area)
         return np.asarray(part)[:, ::-1] if flip else np.asarray(part)
+
+
+def check_size(width: int, height: int, num_bytes: int) -> None:
+    """Refuse an image that would take much memory, before it is decoded.
+
+    Raises:
+        DataError: it is larger than `MAX_PIXELS`, or claims far more pixels than a file of that many bytes holds.
+    """
+    num_pixels = width * height
+    if num_pixels > MAX_PIXELS:
+        raise DataError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
+    if num_pixels > max(_FEW_PIXELS, _MAX_PIXELS_PER_BYTE * num_bytes):
+        raise DataError(f"it claims {width} x {height} pixels in {num_bytes:,} bytes")
 
 
 def random_box(width: int, height: int, random: np.random.Generator) -> tuple[Box, bool]:

@@ -15,12 +15,18 @@ import numpy as np
 from PIL import Image
 
 from slimstart.errors import DataError
-from slimstart.lab.data.arrays import ArraySet, as_tensors, read_npz
+from slimstart.lab.data import npz
+from slimstart.lab.data.arrays import ArraySet, as_tensors
 
 FILE = "tinyimagenet16.npz"
 NUM_CLASSES = 16
 _SIDE = 64
-_ARRAYS = ("header_colour", "header_grey", "scans", "lengths", "labels", "grey", "val")
+_MAX_IMAGES = NUM_CLASSES * (500 + 50)
+_MAX_BYTES = {
+    **dict.fromkeys(("header_colour", "header_grey"), 1 << 16),
+    "scans": _MAX_IMAGES << 14,
+    **dict.fromkeys(("lengths", "labels", "grey", "val"), 8 * _MAX_IMAGES),
+}
 
 
 def read(data_dir: Path) -> ArraySet:
@@ -32,7 +38,9 @@ def read(data_dir: Path) -> ArraySet:
     path = data_dir if data_dir.is_file() else data_dir / FILE
     if not path.is_file():
         raise DataError(f"tiny_imagenet16 is not in {data_dir}: put {FILE} there, or point --data-dir to where it is")
-    arrays = read_npz(path, _ARRAYS)
+    arrays = npz.read(path, _MAX_BYTES)
+    if odd := [name for name, array in arrays.items() if array.ndim != 1 or array.dtype.kind not in "uib"]:
+        raise DataError(f"{path} has no rows of whole numbers as {', '.join(odd)}: it is damaged")
     labels, grey, test = arrays["labels"], arrays["grey"], arrays["val"].astype(bool)
     headers, scans = (arrays["header_colour"].tobytes(), arrays["header_grey"].tobytes()), arrays["scans"].tobytes()
     ends = np.cumsum(arrays["lengths"], dtype=np.int64)
@@ -42,7 +50,9 @@ def read(data_dir: Path) -> ArraySet:
     try:
         with ThreadPoolExecutor() as pool:  # Pillow decodes outside of the interpreter's lock
             images = np.stack(list(pool.map(_decode, (headers[g] + scans[a:b] for g, a, b in spans))))
-    except (OSError, IndexError, ValueError, SyntaxError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow has no one error for damaged images
         raise DataError(f"{path} holds an image that cannot be decoded: {error}") from error
     return ArraySet(
         name="tiny_imagenet16",

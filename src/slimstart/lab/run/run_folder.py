@@ -18,18 +18,21 @@ import dataclasses
 import io
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from slimstart.errors import CheckpointError, ConfigError
 from slimstart.io import atomic, checkpoints
+from slimstart.io.files import Folder
 from slimstart.lab import records
 from slimstart.lab.recipes import recipe as recipes
 from slimstart.lab.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 NUM_CHECKPOINTS = 2
+_CHECKPOINT = re.compile(r"step-\d{9,}\.pt")
 _SCALARS = {
     "train_loss": "train/loss",
     "lr": "train/lr",
@@ -43,7 +46,10 @@ _SCALARS = {
 
 
 class Run:
-    """One run's folder. Every file is written atomically, so a killed run leaves no partial file."""
+    """One run's folder. Every file is written atomically, and links in the folder are not followed.
+
+    What a killed process leaves of a file is removed when the file is written again.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], made: Sequence[Path] = ()) -> None:
         self.folder = Path(folder)
@@ -95,7 +101,13 @@ class Run:
         """Lock the folder against other processes until the block or the process ends.
 
         Makes the folder, and removes it again if no run was created.
+
+        Raises:
+            ConfigError: another process has locked it, or it cannot be written to, or has links in it.
         """
+        for folder in (self._checkpoints, self.tensorboard):
+            if folder.is_symlink():
+                raise ConfigError(f"{folder} is a link, which is not followed; remove it, or choose another --out")
         self._made += _make(self.folder)
         with self._lock_file() as lock:
             try:
@@ -112,7 +124,8 @@ class Run:
         lock = self.folder / ".lock"
         while True:
             try:
-                file = lock.open("w")
+                with Folder(self.folder) as folder:
+                    file = os.fdopen(folder.open(lock.name, os.O_RDWR | os.O_CREAT), "r+")
             except OSError as error:
                 raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
             with file:
@@ -135,15 +148,25 @@ class Run:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Path]:
-        """The newest first."""
-        return sorted(self._checkpoints.glob("*.pt"), reverse=True)
+        """The newest first. Other files in their folder are not ours."""
+        try:
+            with Folder(self._checkpoints, is_link_allowed=False) as folder:
+                names = folder.names()
+        except FileNotFoundError:
+            return []
+        return [self._checkpoints / name for name in reversed(names) if _CHECKPOINT.fullmatch(name)]
 
     def save(self, state: Mapping[str, Any], step: int) -> Path:
         """Write a checkpoint, and then remove all but the last few."""
         path = self._checkpoints / f"step-{step:09d}.pt"
-        checkpoints.write(state, path)
-        for old in [*self.checkpoints()[NUM_CHECKPOINTS:], *self._checkpoints.glob("*.partial")]:
-            old.unlink(missing_ok=True)
+        checkpoints.write(state, path, is_link_allowed=False)
+        with Folder(self._checkpoints, is_link_allowed=False) as folder:
+            for old in self.checkpoints()[NUM_CHECKPOINTS:]:
+                folder.remove(old.name)
+            atomic.remove_partials(folder, _CHECKPOINT.pattern)
+            for name in folder.names():
+                if _CHECKPOINT.fullmatch(name.removesuffix(".partial")) and name.endswith(".partial"):
+                    folder.remove(name)  # of an older version
         return path
 
     def latest(self) -> Mapping[str, Any] | None:
@@ -162,8 +185,9 @@ class Run:
                 damaged.append(path)
                 first = first or error
                 continue
-            for one in damaged:  # only now, when there is a good one: it must not count among the last few
-                one.rename(one.with_suffix(".damaged"))
+            with Folder(self._checkpoints, is_link_allowed=False) as folder:
+                for one in damaged:  # only now, when there is a good one: it must not count among the last few
+                    folder.replace(one.name, one.with_suffix(".damaged").name)
             return state
         if first is not None:
             raise CheckpointError(f"no checkpoint in {self._checkpoints} can be read; {first}")
@@ -202,7 +226,7 @@ def _make(folder: Path) -> list[Path]:
 def _is(file: IO[str], path: Path) -> bool:
     """Whether a path is that of an open file."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:
         return False
 

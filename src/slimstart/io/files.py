@@ -1,0 +1,102 @@
+"""Files that somebody else may have made: opened without following links, waiting for a pipe, or reading too much."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+# Windows has neither links that are common nor handles of folders; there, names are joined to paths.
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+_HAS_HANDLES = hasattr(os, "O_DIRECTORY")
+_LINK = "it is a link, which is not followed"
+
+
+class Folder:
+    """An open folder: its files are found by name in the folder itself, wherever its path leads in the meantime.
+
+    Args:
+        path: of the folder.
+        is_link_allowed: whether the last part of the path may be a link.
+
+    Raises:
+        OSError: there is no such folder, or it is a link.
+    """
+
+    def __init__(self, path: Path, is_link_allowed: bool = True) -> None:
+        self.path, self._handle = path, None
+        if not is_link_allowed and path.is_symlink():  # a clearer message than "not a directory"
+            raise OSError(errno.ELOOP, _LINK, str(path))
+        if _HAS_HANDLES:
+            self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if is_link_allowed else _NO_LINK))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def names(self) -> list[str]:
+        """The names of all files, sorted."""
+        return sorted(os.listdir(self.path if self._handle is None else self._handle))
+
+    def open(self, name: str, flags: int) -> int:
+        """A handle of a regular file; links are not followed, and nothing waits for the other end of a pipe."""
+        try:
+            handle = os.open(self._named(name), flags | _NO_LINK | _NO_WAIT, 0o666, dir_fd=self._handle)
+        except OSError as error:
+            reason = _LINK if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
+            raise OSError(error.errno, reason, str(self.path / name)) from None
+        return _regular(handle, self.path / name)
+
+    def replace(self, name: str, new_name: str) -> None:
+        os.replace(self._named(name), self._named(new_name), src_dir_fd=self._handle, dst_dir_fd=self._handle)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a link itself; nothing happens if there is none."""
+        try:
+            os.unlink(self._named(name), dir_fd=self._handle)
+        except FileNotFoundError:
+            return
+
+    def _named(self, name: str) -> str:
+        return str(self.path / name) if self._handle is None else name
+
+
+def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file; a folder, a pipe or a device is refused at once.
+
+    Raises:
+        OSError: there is no such file, or it is not a regular one.
+    """
+    return os.fdopen(_regular(os.open(path, os.O_RDONLY | _NO_WAIT), path), "rb")
+
+
+def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger than `max_bytes`.
+    """
+    with open_to_read(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    return content
+
+
+def _regular(handle: int, path: str | os.PathLike[str]) -> int:
+    if not stat.S_ISREG(mode := os.fstat(handle).st_mode):
+        os.close(handle)
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(
+            number, os.strerror(number) if stat.S_ISDIR(mode) else "it is not a regular file", os.fspath(path)
+        )
+    return handle

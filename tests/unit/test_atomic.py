@@ -1,0 +1,115 @@
+"""Atomic writes: two writers of one file, links, and what killed writers leave."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from slimstart.io import atomic
+from slimstart.io.files import Folder, open_to_read, read_bytes
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def write_often(path: Path, byte: bytes, size: int, end: float) -> None:
+    while time.monotonic() < end:
+        atomic.write(path, byte * size)
+
+
+def test_two_writers_of_one_file_do_not_tear_it(tmp_path: Path) -> None:
+    path, end = tmp_path / "file", time.monotonic() + 2.0
+    atomic.write(path, b"a" * 200_000)
+    sizes = {b"a": 200_000, b"b": 90_000}
+    writers = [CONTEXT.Process(target=write_often, args=(path, byte, size, end)) for byte, size in sizes.items()]
+    for writer in writers:
+        writer.start()
+    found = set()
+    while time.monotonic() < end:
+        content = path.read_bytes()
+        found.add((content[:1], len(content), len(set(content))))
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert found == {(byte, size, 1) for byte, size in sizes.items()}
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_a_killed_writer_leaves_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def die(file: BinaryIO) -> None:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = CONTEXT.Process(target=atomic.write_with, args=(path, die))
+    killed.start()
+    killed.join()
+    (left,) = os.listdir(tmp_path)
+    assert left.endswith(".partial")
+    (tmp_path / "file.partial").write_bytes(b"somebody's own")
+
+    def other_writer_comes(file: BinaryIO) -> None:
+        file.write(b"new")
+        atomic.write(path, b"between")  # which leaves the file that is being written, and removes the other
+        assert left not in os.listdir(tmp_path)
+
+    atomic.write_with(path, other_writer_comes)
+    assert path.read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path)) == ["file", "file.partial"]
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "run" / "report.html"
+    precious.write_bytes(b"mine")
+    path.parent.mkdir()
+    path.symlink_to(precious)
+    (path.parent / "report.html.partial").symlink_to(precious)
+    atomic.write(path, b"report")
+    assert precious.read_bytes() == b"mine"
+    assert path.read_bytes() == b"report"
+    assert not path.is_symlink()
+
+
+def test_a_folder_that_is_a_link_is_refused_where_it_is_not_allowed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    atomic.write(tmp_path / "link" / "file", b"allowed")
+    with pytest.raises(OSError, match="is a link"):
+        atomic.write_with(tmp_path / "link" / "other", lambda file: None, is_link_allowed=False)
+    assert os.listdir(tmp_path / "elsewhere") == ["file"]
+
+
+def test_errors_have_the_name_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as found:
+        atomic.write(tmp_path / "missing" / "file", b"")
+    assert found.value.filename == str(tmp_path / "missing" / "file")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as also:
+        atomic.write(tmp_path / "folder", b"")
+    assert also.value.filename == str(tmp_path / "folder")
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_new_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"")
+    atomic.write(tmp_path / "atomic", b"")
+    assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_to_read(tmp_path / "pipe")
+    with Folder(tmp_path) as folder, pytest.raises(OSError, match="not a regular file"):
+        folder.open("pipe", os.O_RDONLY)
+    with pytest.raises(IsADirectoryError):
+        open_to_read(tmp_path)
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_bytes(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4 bytes"):
+        read_bytes(tmp_path / "file", 4)
