@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart import Channels, CheckpointError, Flops, SparseTraining
+from slimstart.io import network_files
 from slimstart.narrow.stream_ports import StreamPort
 from tests.zoo import ZOO, call, shake, tensors
 
@@ -486,10 +487,59 @@ def test_an_edited_structure(saved: Path, edit: Callable[[Any], None]) -> None:
         slimstart.load(saved, ZOO["resnet_basic"].factory)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null"])
+def _attribute_is_a_method(structure: Any) -> None:
+    structure["attributes"].append(["", "forward", 7])
+
+
+def _attribute_is_internal(structure: Any) -> None:
+    structure["attributes"].append(["", "_modules", 7])
+
+
+def _attribute_is_a_flag(structure: Any) -> None:
+    structure["attributes"].append(["", "training", 0])
+
+
+def _attribute_is_large(structure: Any) -> None:
+    structure["attributes"][0][2] = 1 << 40
+
+
+def _width_is_large(structure: Any) -> None:
+    a_port(structure, "write")["width"] = 1 << 40
+
+
+def _port_is_negative(structure: Any) -> None:
+    a_port(structure, "read")["read"][0] = -1
+
+
+def _port_of_the_network(structure: Any) -> None:
+    structure["ports"][""] = a_port(structure, "write")
+
+
+def _many_results(structure: Any) -> None:
+    structure["removed"] = {"bn1": 1 << 40}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _attribute_is_a_method, _attribute_is_internal, _attribute_is_a_flag, _attribute_is_large, _width_is_large,
+        _port_is_negative, _port_of_the_network, _many_results, _port_beyond_the_stream,
+    ],
+)  # fmt: skip
+def test_an_edited_structure_with_the_right_digest(saved: Path, edit: Callable[[Any], None]) -> None:
+    """The digest is no secret: a file may change numbers of channels, and nothing else about a module."""
+    structure = structure_of(saved)
+    edit(structure)
+    structure["digest"] = network_files._digest(structure)
+    write_structure(saved, structure)
+    with pytest.raises(CheckpointError, match=f"'{saved}' does not fit what `model_factory` builds"):
+        slimstart.load(saved, ZOO["resnet_basic"].factory)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", "[" * 100_000])
 def test_a_file_without_a_structure(saved: Path, text: str) -> None:
     saved.with_suffix(".json").write_text(text)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=saved.name):
         slimstart.load(saved, ZOO["resnet_basic"].factory)
 
 

@@ -1,9 +1,11 @@
 """Downloads from a local server: complete, interrupted, with and without ranges, wrong, and missing."""
 
+import contextlib
 import dataclasses
 import hashlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from slimstart.errors import DataError
-from slimstart.lab.data import cifar
+from slimstart.lab.data import cifar, download
 from slimstart.lab.data.download import fetch
 from tests.datasets import cifar_files, random_arrays, small_cifar, write_archive
 
@@ -29,6 +31,8 @@ class Server:
     content: bytes = CONTENT
     ranges: bool = True
     says_length: bool = True
+    length: str | None = None  # that it claims instead
+    pause: float = 0.0  # seconds after each byte
     breaks: list[int] = field(default_factory=list)  # bytes after which each of the next answers ends
     asked: list[str | None] = field(default_factory=list)
 
@@ -49,8 +53,13 @@ def server() -> Iterator[Server]:
             rest = state.content[start:]
             self.send_response(206 if start else 200)
             if state.says_length:
-                self.send_header("Content-Length", str(len(rest)))
+                self.send_header("Content-Length", state.length or str(len(rest)))
             self.end_headers()
+            if state.pause:
+                with contextlib.suppress(OSError):  # nobody listens any more
+                    for byte in rest:
+                        self.wfile.write(bytes([byte]))
+                        time.sleep(state.pause)
             self.wfile.write(rest[: state.breaks.pop(0)] if state.breaks else rest)
             return None
 
@@ -134,6 +143,45 @@ def test_failed_downloads_are_reported(server: Server, tmp_path: Path) -> None:
     (tmp_path / "taken").write_bytes(b"")
     with pytest.raises(DataError, match=r"could not be fetched: .*taken"):
         fetch(server.url, tmp_path / "taken" / "file", MD5)
+
+
+@pytest.mark.parametrize("length", ["abc", "-5", "99999999999999999999"])
+def test_a_length_that_is_no_number_or_a_wrong_one(server: Server, tmp_path: Path, length: str) -> None:
+    server.length = length
+    fetch(server.url, tmp_path / "file", MD5)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_a_server_that_breaks_every_connection_is_left(server: Server, tmp_path: Path) -> None:
+    server.breaks = [100] * 1000
+    with pytest.raises(DataError, match="the connection broke after 600 of 700,000 bytes"):
+        fetch(server.url, tmp_path / "file", MD5)
+    assert len(server.asked) == 6
+
+
+def test_a_slow_server_is_left(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.pause = 0.01
+    monkeypatch.setattr(download, "_PATIENCE", 0.2)
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"sent only \d+ bytes in \d s; try again later"):
+        fetch(server.url, tmp_path / "file", MD5)
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_sends_too_much_is_left(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "_MAX_BYTES", 500_000)
+    server.says_length = False
+    with pytest.raises(DataError, match="sends more than 500,000 bytes"):
+        fetch(server.url, tmp_path / "file", MD5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_is_not_written_through(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"mine")
+    (tmp_path / "file.part").symlink_to("precious")
+    with pytest.raises(DataError, match="is a link, which is not followed"):
+        fetch(server.url, tmp_path / "file", MD5)
+    assert (tmp_path / "precious").read_bytes() == b"mine"
 
 
 def test_cifar_is_fetched_once(server: Server, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 # Windows has neither links that are common nor handles of folders; there, names are joined to paths.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -69,7 +70,7 @@ class Folder:
         return str(self.path / name) if self._handle is None else name
 
 
-def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
+def open_to_read(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file; a folder, a pipe or a device is refused at once.
 
     Raises:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from torch import Tensor, nn
 
 from slimstart.errors import CheckpointError
 from slimstart.io import atomic
+from slimstart.io.files import open_to_read, read_bytes
 from slimstart.narrow.compact import RECORD, Record, tensor_names, tensor_places
 from slimstart.narrow.removed_layers import replace_module, replacement
 from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, open_port, set_port
 
 _FORMAT = "slimstart.network/1"
+_MAX_STRUCTURE = 1 << 26  # bytes of the structure file
+_MAX_RESULTS = 100  # of a removed layer
 
 
 def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -88,14 +92,18 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     Raises:
         CheckpointError: a file is missing, truncated, of another kind, or of another class of network.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
     tensors_path, structure_path = _paths(path)
     try:
-        blob, structure = tensors_path.read_bytes(), json.loads(structure_path.read_text())
-    except (OSError, ValueError) as error:
+        with open_to_read(tensors_path) as file:
+            blob = file.read()
+    except OSError as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+    try:
+        structure = json.loads(read_bytes(structure_path, _MAX_STRUCTURE))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{str(structure_path)!r} cannot be read: {error}") from error
     if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
         raise CheckpointError(f"{structure_path.name!r} is not a structure file of slimstart ({_FORMAT!r})")
     if structure.get("digest") != _digest(structure):
@@ -105,14 +113,17 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     network = model_factory()
     try:
         _rebuild(network, from_bytes(blob), structure)
-    except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+    except MemoryError:  # the files may be fine
+        raise
+    except Exception as error:  # whatever a changed structure leads to
         raise CheckpointError(f"{os.fspath(path)!r} does not fit what `model_factory` builds: {error}") from error
     return network
 
 
 @torch.no_grad()
 def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str, Any]) -> None:
-    removed = {str(name): None if n is None else int(n) for name, n in structure.get("removed", {}).items()}
+    known = structure.get("removed", {})  # not in the oldest files
+    removed = {str(name): None if n is None else _number(n, _MAX_RESULTS) for name, n in known.items()}
     for name, num_results in removed.items():
         replace_module(network, name, replacement(network.get_submodule(name), num_results))
     dense = tensor_names(network)
@@ -124,15 +135,38 @@ def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str
     places = tensor_places(network)
     for name, old in dense.items():
         value = tensors[name].to(old.device)
+        if value.dim() != old.dim() or any(size > most for size, most in zip(value.shape, old.shape, strict=True)):
+            raise ValueError(f"{name!r} has the shape {tuple(value.shape)}, the dense one has {tuple(old.shape)}")
         fresh = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
         for path, key in places[name]:
             setattr(network.get_submodule(path), key, fresh)
     for module_name, attribute, value in structure["attributes"]:
-        setattr(network.get_submodule(module_name), attribute, int(value))
+        module = network.get_submodule(module_name)
+        dense_value = vars(module).get(attribute)
+        if type(dense_value) is not int:  # anything else would change how the module works
+            raise ValueError(f"{attribute!r} of {module_name!r} is no number of channels")
+        setattr(module, attribute, _number(value, dense_value))
     for name, port in structure["ports"].items():
-        layer = network.get_submodule(name)
+        layer, most = network.get_submodule(name), max(shapes[f"{name}.weight"])
+        width, (first, second) = _number(port["width"], most), port["dims"]
+        sides = [None if i is None else Side(_indices(i)) for i in (port["read"], port["write"])]
+        if sides[1] is not None and int(sides[1].index.max()) >= width:
+            raise ValueError(f"{name!r} writes channel {int(sides[1].index.max())} of {width}")
         open_port(layer)
-        sides = [None if i is None else Side(torch.tensor(i, dtype=torch.int64)) for i in (port["read"], port["write"])]
-        set_port(layer, sides[0], sides[1], int(port["width"]), (int(port["dims"][0]), int(port["dims"][1])))
+        set_port(layer, sides[0], sides[1], width, (-_number(-first, 8), -_number(-second, 8)))
     counted = tuple((module, attribute) for module, attribute, _ in structure["attributes"])
     vars(network)[RECORD] = Record(counted, {name: tuple(shape) for name, shape in shapes.items()}, removed)
+
+
+def _number(value: Any, most: int) -> int:
+    """A checked number of channels or results."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{reprlib.repr(value)} is no number from 0 to {most}")
+    return value
+
+
+def _indices(values: Any) -> Tensor:
+    indices = torch.tensor(values, dtype=torch.int64)
+    if indices.dim() != 1 or not indices.numel() or int(indices.min()) < 0:
+        raise ValueError("the channels of a port are no list of indices")
+    return indices

@@ -26,9 +26,11 @@ from typing import Any, TypeVar
 
 from slimstart.errors import RecordError
 from slimstart.io import atomic
+from slimstart.io.files import read_bytes
 
 Kind = TypeVar("Kind")
 SCHEMA = "slimstart.record/1"
+MAX_BYTES = 1 << 24  # of a file; one with 300 epochs has less than 1 MB
 NUM_BINS = 20
 PHASES = ("search", "train", "finetune")
 # Names of methods in earlier versions, and their names now. Records on disk keep the old name; `read` translates it.
@@ -196,7 +198,7 @@ def read(path: str | os.PathLike[str]) -> Record:
         way_out = "the run is not finished; continue it with --resume" if path.is_dir() else "give a run's folder"
         raise RecordError(f"{file} does not exist: {way_out}")
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_bytes(file, MAX_BYTES))
         # Python reads what is not JSON (NaN, 1e999) or not text (half a surrogate pair); its strict writer refuses.
         json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError) as error:
@@ -221,7 +223,7 @@ def read_plain(kind: type[Kind], path: str | os.PathLike[str], schema: str, what
     path = Path(path)
     file = path / "record.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_bytes(file, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read as the record of {what}: {error}") from error
     return of_schema(kind, content, schema, file, what)

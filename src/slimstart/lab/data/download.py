@@ -5,17 +5,23 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from slimstart.errors import DataError
+from slimstart.io.files import Folder, open_to_read
 
 Progress = Callable[[int, int | None], None]
 
 _TIMEOUT = 30.0  # seconds without a byte
 _CHUNK = 1 << 18
+_SHORT, _MAX_SHORT = 1 << 20, 5  # attempts that bring fewer bytes than that, and how many of them there may be
+_SLOW, _PATIENCE = 1 << 10, 60.0  # bytes per second that are too slow after so many seconds
+_MAX_BYTES = 1 << 30  # of a file; those that we fetch have 170 MB
 
 
 def fetch(url: str, path: Path, md5: str, progress: Progress | None = None) -> None:
@@ -33,17 +39,20 @@ def fetch(url: str, path: Path, md5: str, progress: Progress | None = None) -> N
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        num_short = 0
         while True:
             before = _size(part)
             try:
                 _fetch_rest(url, part, progress)
                 break
             except (OSError, http.client.HTTPException):
-                if _size(part) <= before:  # an attempt that brought nothing is the last
+                brought = _size(part) - before
+                num_short += brought < _SHORT
+                if brought <= 0 or num_short > _MAX_SHORT:  # an attempt that brought nothing is the last
                     raise
-        with part.open("rb") as file:
+        with open_to_read(part) as file:
             found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise DataError(f"{url} could not be fetched: {str(error) or type(error).__name__}") from error
     if found != md5:
         part.unlink()  # resuming it would fail again
@@ -52,7 +61,15 @@ def fetch(url: str, path: Path, md5: str, progress: Progress | None = None) -> N
 
 
 def _size(part: Path) -> int:
-    return part.stat().st_size if part.exists() else 0
+    return part.lstat().st_size if part.exists() else 0
+
+
+def _opened(part: Path, keep: bool) -> BinaryIO:
+    """The partial file, to be written at its end; a link is not followed."""
+    with Folder(part.parent) as folder:
+        if not keep:
+            folder.remove(part.name)
+        return os.fdopen(folder.open(part.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 
 def _fetch_rest(url: str, part: Path, progress: Progress | None) -> None:
@@ -69,12 +86,19 @@ def _fetch_rest(url: str, part: Path, progress: Progress | None) -> None:
     with response:
         if response.status != http.HTTPStatus.PARTIAL_CONTENT:
             done = 0  # a server that does not know ranges sends the whole file again
-        length = response.headers["Content-Length"]
-        total = None if length is None else done + int(length)
-        with part.open("ab" if done else "wb") as file:
-            while chunk := response.read(_CHUNK):
+        total = None if response.length is None else done + response.length
+        began, before = time.monotonic(), done
+        with _opened(part, keep=done > 0) as file:
+            while chunk := response.read1(_CHUNK):  # what has arrived, so that the time is looked at
                 file.write(chunk)
                 done += len(chunk)
+                seconds = time.monotonic() - began
+                # Neither is a reason to try at once again.
+                if seconds > _PATIENCE and done - before < _SLOW * seconds:
+                    raise DataError(f"{url} sent only {done - before:,} bytes in {seconds:.0f} s; try again later")
+                if done > _MAX_BYTES:
+                    part.unlink()
+                    raise DataError(f"{url} sends more than {_MAX_BYTES:,} bytes; they were removed")
                 if progress is not None:
                     progress(done, total)
             file.flush()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimstart.errors import ConfigError
+from slimstart.io.files import read_bytes
 from slimstart.lab import records
 from slimstart.lab.own_code import is_factory
 from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its field
     from slimstart.policies import Budget
 
 logger = logging.getLogger(__name__)
+MAX_BYTES = 1 << 20  # of a file
 
 METHODS = (
     *("slimstart", "dense", "uniform", "shallow", "random"),
@@ -287,10 +289,10 @@ def read(path: str | Path, own_model: str | None = None, own_data: str | None = 
     from slimstart.lab.recipes.presets import preset  # which imports this module
 
     try:
-        content = tomllib.loads(Path(path).read_text())
+        content = tomllib.loads(read_bytes(path, MAX_BYTES).decode())
         base = preset(content.pop("extends")) if "extends" in content else Recipe()
         return merged(base, _typed(content, {"model": own_model, "data": own_data}))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"the recipe {path} cannot be used: {error}") from error
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slimstart.errors import RecordError
+from slimstart.io.files import read_bytes
 from slimstart.lab import records
 from slimstart.lab.records import Record
 
@@ -143,7 +144,7 @@ def _files(path: Path) -> Iterator[Path]:
 def family(file: Path) -> str:
     """The kind of record by the schema that a file names; "" if none."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_bytes(file, records.MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read as JSON: {error}") from error
     return str(content.get("schema", "")).partition("/")[0] if isinstance(content, dict) else ""
