@@ -1,0 +1,280 @@
+"""How much accuracy each rule for choosing a structure loses to the best structure of the table.
+
+    PYTHONPATH=src python benchmarks/structures/regret.py RECORDS [--out FILE.md]
+
+A setting is a family, a data set, a budget and a length of training. Its best structure is that of the highest
+accuracy on validation images. The regret of a rule is the difference on test images, in points, between that structure
+and the one that the rule chooses; it can be negative. No rule reads test images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import families
+import numpy as np
+
+EXPONENTS = tuple(step / 20 for step in range(21))
+EARLY = (1, 2, 4, 8)  # epochs
+FIRST_CUTS = (0.25, 1)  # of successive halving, in epochs
+
+
+class Setting(NamedTuple):
+    family: str
+    data: str
+    budget: float
+    epochs: int
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.data}, {100 * self.budget:g} %, {self.epochs} epochs"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Means of one structure over its seeds.
+
+    Attributes:
+        losses: training loss of every part of an epoch.
+        per_epoch: number of parts.
+    """
+
+    losses: Sequence[float]
+    per_epoch: int
+    validation: float
+    test: float
+
+    def loss(self, epochs: float) -> float:
+        """The mean training loss of the last epoch, or part of one, before a moment."""
+        end = round(epochs * self.per_epoch)
+        return fmean(self.losses[max(0, end - self.per_epoch) : end])
+
+
+class Choice(NamedTuple):
+    """What a rule chooses, and what it trains in addition, in trainings of the full length."""
+
+    structure: str
+    extra: float = 0.0
+
+
+Table = Mapping[str, Entry]  # of a setting, by structure
+Rule = Callable[[Setting, Table], Choice | None]  # None: not enough records, or not enough epochs
+
+
+def tables(records: Iterable[Mapping[str, Any]]) -> dict[Setting, Table]:
+    """Records by setting and structure."""
+    found: dict[Setting, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        setting = Setting(record["family"], record["data"], record["budget"], record["epochs"])
+        found[setting][record["structure"]].append(record)
+    return {
+        setting: {structure: _entry(found[setting][structure]) for structure in sorted(found[setting])}
+        for setting in sorted(found)
+    }
+
+
+def _entry(seeds: list[Mapping[str, Any]]) -> Entry:
+    return Entry(
+        losses=[fmean(part) for part in zip(*(seed["losses"] for seed in seeds), strict=True)],
+        per_epoch=seeds[0]["losses_per_epoch"],
+        validation=fmean(seed["validation_accuracy"] for seed in seeds),
+        test=fmean(seed["test_accuracy"] for seed in seeds),
+    )
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def best(table: Table) -> str:
+    """The structure of the highest accuracy on validation images."""
+    return max(table, key=lambda name: table[name].validation)
+
+
+def deepest(setting: Setting, table: Table) -> Choice | None:
+    """The reference network with all widths multiplied by one number."""
+    return _known(families.FAMILIES[setting.family].deepest, table)
+
+
+def fixed(setting: Setting, table: Table) -> Choice | None:
+    """One shallower sibling, whatever the data and the budget."""
+    return _known(families.FAMILIES[setting.family].fixed, table)
+
+
+def shallow(setting: Setting, table: Table) -> Choice | None:
+    """The best of a few on validation images, all of them trained to the end."""
+    few = _few(setting, table)
+    return few and Choice(max(few, key=lambda name: table[name].validation), len(few) - 1)
+
+
+def early(epochs: int) -> Rule:
+    """The least training loss of all structures after some epochs."""
+
+    def rule(setting: Setting, table: Table) -> Choice | None:
+        if epochs >= setting.epochs:
+            return None
+        chosen = min(table, key=lambda name: table[name].loss(epochs))
+        return Choice(chosen, (len(table) - 1) * epochs / setting.epochs)
+
+    return rule
+
+
+def halving(first: float) -> Rule:
+    """Successive halving of a few by training loss, after `first` epochs, twice as many, and so on."""
+
+    def rule(setting: Setting, table: Table) -> Choice | None:
+        left, epochs, spent = _few(setting, table), first, 0.0
+        while len(left) > 1:
+            if epochs >= setting.epochs or epochs * table[left[0]].per_epoch < 1:
+                return None
+            left = sorted(left, key=lambda name: table[name].loss(epochs))
+            kept = (len(left) + 1) // 2
+            spent += (len(left) - kept) * epochs  # the epochs of those that go; the others continue
+            left, epochs = left[:kept], 2 * epochs
+        return Choice(left[0], spent / setting.epochs) if left else None
+
+    return rule
+
+
+def compound(everything: Mapping[Setting, Table]) -> Rule:
+    """The rule of `slimstart.policies.depth`; its exponent is fitted to settings of other data and other families."""
+
+    def rule(setting: Setting, table: Table) -> Choice | None:
+        exponent = fitted_exponent(everything, setting)
+        return None if exponent is None else _known(by_exponent(setting, exponent), table)
+
+    return rule
+
+
+def fitted_exponent(everything: Mapping[Setting, Table], left_out: Setting | None = None) -> float | None:
+    """The exponent of the least mean regret on validation images; of equals, the smallest."""
+    others = [
+        (setting, table)
+        for setting, table in everything.items()
+        if (left_out is None or (setting.data != left_out.data and setting.family != left_out.family))
+        and all(by_exponent(setting, exponent) in table for exponent in EXPONENTS)
+    ]
+
+    def mean_regret(exponent: float) -> float:
+        return fmean(table[best(table)].validation - table[by_exponent(s, exponent)].validation for s, table in others)
+
+    return min(EXPONENTS, key=mean_regret) if others else None
+
+
+def by_exponent(setting: Setting, exponent: float) -> str:
+    return _by_exponent(setting.family, setting.budget, exponent)
+
+
+@cache
+def _by_exponent(family: str, budget: float, exponent: float) -> str:
+    return families.nearest(family, families.depths_by_rule(family, budget, exponent))
+
+
+def _known(name: str, table: Table) -> Choice | None:
+    return Choice(name) if name in table else None
+
+
+def _few(setting: Setting, table: Table) -> list[str]:
+    return [name for name in families.FAMILIES[setting.family].candidates if name in table]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def rules(everything: Mapping[Setting, Table]) -> dict[str, Rule]:
+    """All rules, by the headings of their columns."""
+    return {
+        "deepest": deepest,
+        "fixed": fixed,
+        "shallow": shallow,
+        "compound": compound(everything),
+        **{f"loss after {epochs}": early(epochs) for epochs in EARLY},
+        **{f"halving from {first:g}": halving(first) for first in FIRST_CUTS},
+    }
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's; equal values share the mean of their ranks. NaN where all are equal."""
+
+    def ranks(values: Sequence[float]) -> np.ndarray:
+        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(count) - (count - 1) / 2)[place]
+
+    a, b = (ranks(values) - (len(values) + 1) / 2 for values in (x, y))
+    size = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / size if size else math.nan
+
+
+def regret_table(everything: Mapping[Setting, Table]) -> list[list[str]]:
+    """Rows: the settings; mean and largest regret; mean of what is trained in addition."""
+    columns = rules(everything)
+    regrets: dict[str, list[float]] = {name: [] for name in columns}
+    extras: dict[str, list[float]] = {name: [] for name in columns}
+    rows = [["setting", "structures", "best on validation", "its test accuracy", *columns]]
+    for setting, table in everything.items():
+        top = best(table)
+        row = [str(setting), str(len(table)), top, f"{table[top].test:.1f}"]
+        for name, rule in columns.items():
+            choice = rule(setting, table)
+            if choice is None:
+                row.append("")
+                continue
+            regrets[name].append(table[top].test - table[choice.structure].test)
+            extras[name].append(choice.extra)
+            row.append(f"{regrets[name][-1]:.1f} ({choice.structure})")
+        rows.append(row)
+    for label, values, shape, summary in (
+        ("mean regret", regrets, "{:.2f}", fmean),
+        ("largest regret", regrets, "{:.1f}", max),
+        ("mean extra train cost", extras, "{:.0%}", fmean),
+    ):
+        cells = (shape.format(summary(found)) if found else "" for found in values.values())
+        rows.append([label, "", "", "", *cells])
+    return rows
+
+
+def correlation_table(everything: Mapping[Setting, Table]) -> list[list[str]]:
+    """Rank correlations of (minus) the training loss with the final accuracy on validation images."""
+    rows = [["setting", *(f"loss after {epochs}" for epochs in EARLY), "at the end"]]
+    for setting, table in everything.items():
+        final = [entry.validation for entry in table.values()]
+        moments = [epochs if epochs < setting.epochs else None for epochs in EARLY] + [setting.epochs]
+        found = (m and rank_correlation([-entry.loss(m) for entry in table.values()], final) for m in moments)
+        rows.append([str(setting), *("" if one is None else f"{one:.2f}" for one in found)])
+    return rows
+
+
+def markdown(rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, help="folder of run.py, or one file with a record on each line")
+    parser.add_argument("--out", type=Path, help="write the tables to this file")
+    args = parser.parse_args(arguments)
+    files = sorted(args.records.glob("*.json")) if args.records.is_dir() else [args.records]
+    everything = tables(json.loads(line) for file in files for line in file.read_text().splitlines())
+    text = "\n\n".join(
+        (
+            "Regret on test images in points, and the structure that was chosen:",
+            markdown(regret_table(everything)),
+            f"Exponent of the compound rule that fits all settings best: {fitted_exponent(everything)}.",
+            "Rank correlation with the final accuracy on validation images:",
+            markdown(correlation_table(everything)),
+        )
+    )
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Train the queue of structures on one device, several processes in parallel, and write one record for each run.
+
+    PYTHONPATH=src python benchmarks/structures/run.py --workers 10 --hours 0.16 --data-dir data --out FOLDER
+
+Runs whose record is in the folder are not repeated, so the same command continues after an interruption. A process
+trains one network at a time. It starts no run that would not end in the time that is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import multiprocessing
+import re
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import families
+import torch
+from torch import nn
+
+from slimstart.errors import NonFiniteLossError
+from slimstart.flop_counter import flops
+from slimstart.io import atomic
+from slimstart.lab.data import ArraySet, cifar, tiny_imagenet
+from slimstart.lab.recipes.recipe import Recipe
+from slimstart.lab.recipes.schedules import learning_rate
+from slimstart.lab.run import environment
+from slimstart.lab.run.evaluation import evaluate
+from slimstart.lab.run.method import Loss, make_optimizer
+from slimstart.steps import PlainTraining
+
+HELD_OUT = 10  # one training image of so many is held out, for the choice of structures
+RESTARTS = 10  # of processes that have failed
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training of one structure."""
+
+    family: str
+    structure: str
+    data: str
+    budget: float
+    epochs: int = 40
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}_{self.data}_{self.budget:g}_{self.epochs}_{self.structure}_{self.seed}"
+
+
+def queue() -> list[list[Run]]:
+    """All runs, by priority; the README says what each part is for."""
+    both, cifars = ("vgg", "residual"), ("cifar100", "cifar10")
+
+    def runs(family: str, data: str, structures: Sequence[str]) -> list[Run]:
+        return [Run(family, name, data, budget) for budget in families.FAMILIES[family].budgets for name in structures]
+
+    def part(names: Sequence[str], sets: Sequence[str]) -> list[Run]:
+        return [run for data in sets for name in names for run in runs(name, data, families.FAMILIES[name].structures)]
+
+    first = [run for run in part(both, cifars) if run.structure.endswith(("-own", "-late"))]
+    second = [run for run in part((*both, "inverted"), cifars) if run not in first]
+    third = part(tuple(families.FAMILIES), ("tiny_imagenet16",))
+    lengths = [
+        Run(name, structure, data, 0.1, epochs)
+        for epochs in (10, 160)
+        for data in cifars
+        for name in both
+        for structure in families.FAMILIES[name].candidates
+    ]
+    return [first, second, third, lengths, [dataclasses.replace(run, seed=1) for run in first]]
+
+
+def load(name: str, folder: Path) -> ArraySet:
+    """A data set of the lab, as arrays."""
+    return tiny_imagenet.read(folder) if name == "tiny_imagenet16" else cifar.read(cifar.FORMATS[name], folder)
+
+
+def train(run: Run, arrays: ArraySet, device: torch.device, precision: str, batch_size: int = 256) -> dict[str, Any]:
+    """Train one network, and return its record.
+
+    Raises:
+        NonFiniteLossError: the training diverged.
+    """
+    recipe = Recipe(epochs=run.epochs, batch_size=batch_size, seed=run.seed, precision=precision)
+    environment.set_precision(precision)
+    torch.manual_seed(run.seed)
+    channels, height, width = arrays.train[0].shape[1:]
+    widths = families.solve(run.family, run.structure, run.budget, arrays.num_classes, (channels, height, width))
+    model = families.network(run.family, run.structure, widths, arrays.num_classes, channels)
+    model = environment.suited(model, device, device)
+    sizes = {"batch_size": batch_size, "seed": run.seed, "device": device}
+    data = arrays.batches(validation=len(arrays.train[0]) // HELD_OUT, **sizes)
+    optimizer, loss_fn = make_optimizer(recipe, model), Loss(recipe)
+    training = PlainTraining(model, optimizer)
+    steps, losses, validation = len(data.train), list[float](), list[float]()
+    parts = min(4, steps)  # of an epoch, whose losses are recorded
+    began = time.perf_counter()
+    for epoch in range(run.epochs):
+        sums, counts = torch.zeros(parts, device=device), [0] * parts
+        for number, (images, labels) in enumerate(data.train.epoch(epoch)):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(recipe, epoch * steps + number, steps)
+            sums[parts * number // steps] += training.step(loss_fn, images, labels)
+            counts[parts * number // steps] += 1
+        losses += [total / count for total, count in zip(sums.tolist(), counts, strict=True)]
+        if not all(map(math.isfinite, losses)):
+            raise NonFiniteLossError(f"{run.name}: the loss is not finite in epoch {epoch + 1}")
+        validation.append(evaluate(model, data, precision)[1])
+    seconds = time.perf_counter() - began
+    # Once, after the last step, and with no part in any choice.
+    test = evaluate(model, arrays.batches(validation=0, **sizes), precision)[1]
+    return {
+        "benchmark": "structures",
+        **dataclasses.asdict(run),
+        "widths": widths,
+        "layers": sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules()),
+        "flops": flops(model, torch.zeros(1, channels, height, width, device=device)),
+        "params": sum(parameter.numel() for parameter in model.parameters()),
+        "batch_size": batch_size,
+        "precision": precision,
+        "held_out_images": data.test.num_images,
+        "losses": [round(loss, 5) for loss in losses],
+        "losses_per_epoch": parts,
+        "train_loss": [round(sum(losses[i : i + parts]) / parts, 5) for i in range(0, len(losses), parts)],
+        "validation": validation,
+        "validation_accuracy": validation[-1],
+        "test_accuracy": test,
+        "seconds": round(seconds, 2),
+        "engine": training.engine,
+        "finished": environment.now(),
+        **environment.facts(device),
+    }
+
+
+def work(runs: list[Run], args: argparse.Namespace, end: float) -> None:
+    """Take runs that no other process has taken, one after the other, until the time `end`."""
+    torch.set_num_threads(1)
+    device = environment.find_device(args.device)
+    precision = args.precision or ("bfloat16" if device.type == "cuda" else "float32")
+    sets, slowest = dict[str, ArraySet](), 0.0
+    for run in runs:
+        if time.time() + run.epochs * slowest > end:
+            continue
+        claim = args.out / f"{run.name}.claim"
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        try:
+            if run.data not in sets:
+                sets[run.data] = load(run.data, args.data_dir)
+            began = time.time()
+            record = train(run, sets[run.data], device, precision, args.batch_size)
+            slowest = max(slowest, (time.time() - began) / run.epochs)
+            record["workers"] = args.workers
+            atomic.write(args.out / f"{run.name}.json", (json.dumps(record) + "\n").encode())
+        except Exception:
+            claim.write_text(traceback.format_exc())
+            raise  # the state of the device is not known after an error: another process goes on
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--workers", type=int, default=10, help="processes in parallel")
+    parser.add_argument("--hours", type=float, default=24.0, help="all processes are ended after this time")
+    parser.add_argument("--only", default="", help="regular expression that the names of runs must match")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", help="bfloat16 on a GPU and float32 on a CPU by default")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--list", action="store_true", help="print the runs that are missing, and train nothing")
+    args = parser.parse_args(arguments)
+    end = time.time() + 3600 * args.hours
+    args.out.mkdir(parents=True, exist_ok=True)
+    for claim in args.out.glob("*.claim"):  # of a call that was interrupted, or of a run that failed
+        claim.unlink()
+    runs = [run for part in queue() for run in part if re.search(args.only, run.name)]
+    missing = [run for run in runs if not (args.out / f"{run.name}.json").exists()]
+    if args.list:
+        print("\n".join(run.name for run in missing))
+        return 0
+    context, restarts = multiprocessing.get_context("spawn"), 0
+
+    def started() -> Any:
+        process = context.Process(target=work, args=(missing, args, end), daemon=True)
+        process.start()
+        return process
+
+    processes = [started() for _ in range(min(args.workers, len(missing)))]
+    while time.time() < end and any(process.is_alive() for process in processes):
+        time.sleep(0.2)
+        for number, process in enumerate(processes):
+            if process.exitcode and restarts < RESTARTS:
+                processes[number], restarts = started(), restarts + 1
+    for process in processes:
+        process.terminate()
+        process.join()
+    claims = sorted(args.out.glob("*.claim"))
+    failed = [claim.stem for claim in claims if claim.stat().st_size]  # the error is in the file
+    for claim in claims:
+        if claim.stem not in failed:
+            claim.unlink()
+    done = sum((args.out / f"{run.name}.json").exists() for run in missing)
+    print(f"{done} of {len(missing)} missing runs are done; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
