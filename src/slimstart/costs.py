@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class CostTable:
         for layer in gone:
             flops, params = flops - layer.flops, params - layer.params
             filters = filters - layer.unit_filters.to(filters.device)
-        events = self._replaced_events(gone, alive=(filters > 0).tolist())
+        events = self._replaced_events(gone, alive=filters > 0)
         rest = tuple(layer for i, layer in enumerate(self.layers) if i not in set(layers))
         whole = self.whole or self
         return replace(self, unit_filters=filters, events=events, flops=flops, params=params, layers=rest, whole=whole)
@@ -120,22 +121,22 @@ class CostTable:
             term.coefficient * math.prod(counts[factor] for factor in term.factors) for term in polynomial.terms
         )
 
-    def _replaced_events(self, gone: Collection[LayerCost], alive: list[bool]) -> Tensor:
-        """The events with the units of removed layers replaced by those of their inputs, or left out."""
-        rows = [[u for u in row if u >= 0] for row in self.events.tolist()]
-        stands_for: dict[int, frozenset[int]] = {}  # a unit -> the units on which its channel depends now
+    def _replaced_events(self, gone: Collection[LayerCost], alive: Tensor) -> Tensor:
+        """The events with the units of removed layers replaced by those of their inputs, or left out.
 
-        def resolved(row: list[int]) -> frozenset[int]:
-            return frozenset().union(*(stands_for.get(u, frozenset({u} if alive[u] else ())) for u in row))
-
-        for layer in gone:  # in network order, so what a layer reads has been resolved
-            inputs = [resolved(rows[event]) for event in layer.inputs.tolist()]
-            stands_for.update(zip(layer.outputs.tolist(), inputs, strict=True))
-        if not all(alive) or stands_for:
-            rows = [sorted(resolved(row)) for row in rows]
-        width = max(map(len, rows), default=1)
-        padded = [row + [-1] * (width - len(row)) for row in rows]
-        return torch.tensor(padded, dtype=torch.int64, device=self.events.device).view(len(rows), width)
+        Args:
+            alive: (U,) bool, the units that remaining layers have.
+        """
+        events = self.events.cpu()
+        # For every unit, those on which its channel depends now, padded with -1. The last row is for the pads.
+        present = torch.where(alive.cpu(), torch.arange(self.num_units), -1)
+        depends = torch.cat([present, present.new_full((1,), -1)])[:, None]
+        for layer in gone:  # in network order, so what a layer reads has been replaced
+            inputs = _sets(depends[events[layer.inputs.cpu()]].flatten(1))
+            width = max(depends.shape[1], inputs.shape[1])
+            depends, inputs = (pad(rows, (0, width - rows.shape[1]), value=-1) for rows in (depends, inputs))
+            depends[layer.outputs.cpu()] = inputs
+        return _sets(depends[events].flatten(1)).to(self.events.device)
 
     def at_least_one(self, mask: Tensor) -> Tensor:
         """The mask with the first unit of every empty group kept; the input is not changed.
@@ -162,3 +163,15 @@ class CostTable:
         first = torch.full_like(labels, self.num_units)
         first.scatter_reduce_(0, group, torch.arange(self.num_units), "amin")
         return group.to(device), first.to(device)
+
+
+def _sets(rows: Tensor) -> Tensor:
+    """Every row sorted, without repetitions, padded with -1 to the length of the longest one, or 1."""
+    last = torch.iinfo(rows.dtype).max
+    ordered = torch.where(rows < 0, last, rows).sort(1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < last)
+    if bool(repeated.any()):
+        ordered[:, 1:].masked_fill_(repeated, last)
+        ordered = ordered.sort(1).values
+    width = max(1, int((ordered < last).sum(1).max())) if len(rows) else 1
+    return torch.where(ordered == last, -1, ordered)[:, :width].contiguous()

@@ -19,14 +19,16 @@ TOLERANCE = 1e-10
 def check(net, coupling, seed):
     inputs = example_input(seed)
     graph = slimstart.trace(net, inputs, coupling)
-    report = prove(net, graph, inputs, num_masks=1, seed=seed)
+    report = prove(net, graph, inputs, num_masks=3 if graph.layers else 1, layers=graph.layers, seed=seed)
     assert report.max_error < TOLERANCE, report.worst
     assert report.num_comparisons > 0
     mask = torch.rand(graph.num_units, generator=torch.Generator().manual_seed(seed)) < 0.5
-    selection = graph.select(mask)
-    narrow = slimstart.compact(net, selection)
-    assert Flops(1.0).bind(graph.costs).cost(mask) == slimstart.flops(narrow, inputs)
-    assert Params(1.0).bind(graph.costs).cost(mask) == sum(p.numel() for p in narrow.parameters())
+    for layers in (graph.layers, graph.layers[::2], ()) if graph.layers else ((),):
+        derived = graph.without(layer.name for layer in layers)
+        selection = derived.select(mask)
+        narrow = slimstart.compact(net, selection)
+        assert Flops(1.0).bind(derived.costs).cost(mask) == slimstart.flops(narrow, inputs)
+        assert Params(1.0).bind(derived.costs).cost(mask) == sum(p.numel() for p in narrow.parameters())
     check_against_hooks(net, graph, selection, narrow, inputs)
 
 
@@ -66,3 +68,4 @@ def test_random_networks_are_mostly_prunable():
     graphs = [slimstart.trace(build(seed), example_input(seed), "filter") for seed in range(40)]
     assert sum(graph.coverage for graph in graphs) / len(graphs) > 0.8
     assert sum(bool(graph.writes) for graph in graphs) >= 5  # streams with several masks
+    assert sum(bool(graph.layers) for graph in graphs) >= 20

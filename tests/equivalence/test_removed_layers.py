@@ -216,6 +216,60 @@ def test_reasons_why_layers_cannot_go():
     }
 
 
+class UsedTwice(nn.Module):
+    """Flat chains of which a tensor within the chain begins a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.depthwise, self.up = nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.Conv2d(4, 4, 1)
+        self.down, self.conv = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.norm, self.more, self.head = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        x = self.depthwise(self.stem(x))
+        x = x + self.down(torch.relu(self.up(x)))
+        x = self.conv(x.relu())
+        return self.head(x + self.more(self.norm(x)))
+
+
+@pytest.mark.parametrize("coupling", ["stream", "filter"])
+def test_a_chain_ends_where_its_tensors_are_used_in_a_stream(coupling):
+    report = verify(UsedTwice(), torch.randn(2, 3, 8, 8), coupling)
+    assert report.max_error < 1e-10
+    chains = [layer.modules for layer in report.graph.layers]
+    # With one mask for all writers, both sides of the depthwise convolution have the same channels.
+    assert chains == ([("depthwise", "up")] if coupling == "stream" else [("up",)])
+
+
+class Kinds(nn.Module):
+    """A network that reads a setting of blocks that are called with one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Linear(5, 6), nn.ModuleList([Kind(), Kind()]), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x if block.kind == "full" else x.relu())
+        return self.head(x)
+
+
+class Kind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kind, self.up, self.down = "full", nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_the_identity_has_the_settings_of_the_block_that_it_replaces():
+    report = verify(Kinds(), torch.randn(2, 5))
+    assert [layer.name for layer in report.graph.layers] == ["blocks.0", "blocks.1"]
+
+
 @pytest.mark.parametrize("coupling", ["stream", "filter"])
 def test_a_residual_block_without_its_branch_is_the_identity(coupling):
     """Behind a ReLU, to zero the branch is to remove the block: a reference that knows nothing of removed layers."""

@@ -277,6 +277,45 @@ def test_a_narrow_state_dict_of_unknown_layers_is_refused():
         sparse.model.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("removed", [["stage1.0"]]),
+        ("removed", "stage1.0"),
+        ("removed", 3),
+        ("removed", ["stem"]),
+        ("removed", None),
+        ("mask", None),
+        ("mask", torch.ones(3, dtype=torch.bool)),
+        ("structure", 1),
+    ],
+)
+def test_state_dicts_of_a_strange_structure_are_refused(key, value):
+    sparse, optimizer = training(make("resnet20", width=0.5), Rounds((0,), (0,)))
+    run(sparse, optimizer, 1)
+    weights = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
+    state, momentum = sparse.model.state_dict(), optimizer.state_dict()
+    for found in (state._metadata[""], momentum):
+        found["slimstart"] = found["slimstart"] | {key: value}
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        sparse.model.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        optimizer.load_state_dict(momentum)
+    run(sparse, optimizer, 1)
+    assert sparse.model.state_dict().keys() == weights.keys()
+
+
+@pytest.mark.parametrize("identities", [["stage1.0"], {"stage9": None}, {"": None}, {"stage1.0": "one"}, 3])
+def test_shrinking_to_a_state_dict_of_strange_identities_is_refused(identities):
+    sparse, _ = training(make("resnet20", width=0.5), Rounds((0,), (0,)))
+    state = sparse.model.state_dict()
+    state._metadata[""]["slimstart"]["identities"] = identities
+    model = make("resnet20", seed=1, width=0.5)
+    with pytest.raises(CheckpointError, match="names modules"):
+        shrink_to(model, state)
+    assert isinstance(model.stage1[0].conv1, nn.Conv2d)
+
+
 def test_a_dense_copy_has_all_layers():
     model = make("resnet20", width=0.5)
     original = copy.deepcopy(model)

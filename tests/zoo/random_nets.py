@@ -101,6 +101,18 @@ def _residual(choose, shapes, last):
     return Op("residual", (last,), settings), shapes[last]
 
 
+def _block(choose, shapes, last):
+    """A residual block that is a module of its own."""
+    settings = {"hidden": choose(WIDTHS), "norm": choose((False, True)), "act": choose(("none", "relu"))}
+    return Op("block", (last,), {**settings, "form": choose(("plain", "keyword", "tuple", "in_place"))}), shapes[last]
+
+
+def _same(choose, shapes, last):
+    """A convolution of equal input and output, with modules around it; perhaps its result is used twice."""
+    settings = {"depthwise": choose((False, True)), "norm": choose((False, True)), "act": choose((None, "relu"))}
+    return Op("same", (last,), {**settings, "form": choose(("flat", "module")), "kernel": choose((3, 1))}), shapes[last]
+
+
 def _add(choose, shapes, last):
     c, s = shapes[last]
     same = [i for i in range(last) if shapes[i] == (c, s)]
@@ -194,6 +206,8 @@ _OPS: tuple[tuple[Callable, Callable], ...] = (
     (_group_norm, lambda shapes, last: last > 0),
     (_batch_norm, lambda shapes, last: last > 0),
     (_activation, lambda shapes, last: last > 0),
+    (_block, lambda shapes, last: last > 0),
+    (_same, lambda shapes, last: last > 0),
 )
 
 
@@ -202,9 +216,10 @@ def draw_program(choose: Choose) -> Program:
     shapes = [INPUT_SHAPE[1:3]]
     ops: list[Op] = []
     for i in range(choose(range(3, 10))):
-        # Convolutions are common; the first step always is one, so that there are channels to work with.
+        # Convolutions and removable layers are common; the first step always is a convolution, so that there are
+        # channels to work with.
         allowed = [make for make, possible in _OPS if possible(shapes, i)]
-        make = _conv if i == 0 else choose([_conv, _conv, *allowed])
+        make = _conv if i == 0 else choose([_conv, _conv, *allowed, _same, _block])
         op, shape = make(choose, shapes, i)
         ops.append(op)
         shapes.append(shape)
@@ -213,6 +228,22 @@ def draw_program(choose: Choose) -> Program:
 
 
 # --------------------------------------------------------------------------- the network
+
+
+class Block(nn.Module):
+    """A residual block; `form` says how it is called, and what it returns."""
+
+    def __init__(self, c, hidden, norm, act, form):
+        super().__init__()
+        self.act, self.form = act, form
+        self.conv1 = nn.Conv2d(c, hidden, 3, padding=1)
+        self.norm = nn.BatchNorm2d(hidden) if norm else nn.Identity()
+        self.conv2 = nn.Conv2d(hidden, c, 1)
+
+    def forward(self, x, scale=1.0):
+        y = scale * self.conv2(F.relu(self.norm(self.conv1(x))))
+        y = ACTIVATIONS[self.act](y.add_(x) if self.form == "in_place" else x + y)
+        return (y, None) if self.form == "tuple" else y
 
 
 class RandomNet(nn.Module):
@@ -278,6 +309,34 @@ class RandomNet(nn.Module):
     def _run_residual(self, name, s, x):
         y = F.relu(self.parts[f"{name}_inner"](self.parts[f"{name}_conv1"](x)))
         return ACTIVATIONS[s["act"]](x + self.parts[f"{name}_conv2"](y))
+
+    def _make_block(self, name, op, c):
+        self.parts[f"{name}_block"] = Block(c, **op.settings)
+
+    def _run_block(self, name, s, x):
+        block = self.parts[f"{name}_block"]
+        y = block(x, scale=0.5) if s["form"] == "keyword" else block(x)
+        return y[0] if block.form == "tuple" else y
+
+    def _make_same(self, name, op, c):
+        s = op.settings
+        made = {"conv": nn.Conv2d(c, c, s["kernel"], padding=s["kernel"] // 2)}
+        if s["depthwise"]:
+            made = {"depthwise": nn.Conv2d(c, c, 3, padding=1, groups=c), **made}
+        if s["norm"]:
+            made["norm"] = nn.BatchNorm2d(c)
+        if s["act"]:
+            made["act"] = nn.ReLU(inplace=s["norm"])
+        if s["form"] == "module":
+            made = {"layers": nn.Sequential(*made.values())}
+        for key, module in made.items():
+            self.parts[f"{name}_{key}"] = module
+
+    def _run_same(self, name, s, x):
+        for key in ("layers", "depthwise", "conv", "norm", "act"):
+            if f"{name}_{key}" in self.parts:
+                x = self.parts[f"{name}_{key}"](x)
+        return x
 
     def _make_twice(self, name, op, c):
         kernel = op.settings["kernel"]

@@ -171,13 +171,13 @@ class _Search:
         chain = [self.leaves[position]]
         for call in self.leaves[position + 1 :]:
             if _feeds(chain[-1], call):
-                if not self._follows(call):
+                if not self._follows(call) or not self._keeps_channels(call):
                     break
                 chain.append(call)
         before: list[ModuleCall] = []
         for call in reversed(self.leaves[:position]):
             if _feeds(call, before[0] if before else chain[0]):
-                if not self._follows(call) and not self._is_depthwise(call):
+                if not (self._follows(call) or self._is_depthwise(call)) or not self._keeps_channels(call):
                     break
                 before.insert(0, call)
         while before and not self._is_depthwise(before[0]):
@@ -189,6 +189,15 @@ class _Search:
         kinds = {base.__module__ for base in type(self.modules[call.module]).__mro__}
         keeps_shape = call.before is not None and call.after is not None and call.before.shape == call.after.shape
         return call.module in self.once and call.plain and keeps_shape and bool(kinds & _FOLLOWERS)
+
+    def _keeps_channels(self, call: ModuleCall) -> bool:
+        """Whether the tensors on both sides carry the same channels. Not so if one of them is a stream, too."""
+        carried = [
+            None if seen is None or seen.nodes is None else
+            [self.solver.exists(when_carried(node)) for node in seen.nodes.reshape(-1).tolist()]
+            for seen in (call.before, call.after)
+        ]  # fmt: skip
+        return carried[0] is not None and carried[0] == carried[1]
 
     def _is_depthwise(self, call: ModuleCall) -> bool:
         module = self.modules[call.module]

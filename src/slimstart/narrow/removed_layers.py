@@ -35,14 +35,13 @@ def replacement(module: nn.Module, num_results: int | None) -> nn.Module:
     Args:
         num_results: as in `RemovableLayer`.
     """
-    if num_results is None:
-        return nn.Identity().train(module.training)
-    passing = PassThrough(num_results).train(module.training)
-    # Forwards of whole models read settings of their blocks (`block.attention_type`).
-    for name, value in vars(module).items():
-        if not name.startswith("_") and name not in vars(passing) and isinstance(value, int | float | str | None):
-            setattr(passing, name, value)
-    return passing
+    identity = nn.Identity() if num_results is None else PassThrough(num_results)
+    if not type(module).__module__.startswith("torch."):
+        # Forwards of whole models read settings of their blocks (`block.attention_type`).
+        for name, value in vars(module).items():
+            if not name.startswith("_") and name not in vars(identity) and isinstance(value, int | float | str | None):
+                setattr(identity, name, value)
+    return identity.train(module.training)
 
 
 def modules_of(layers: Iterable[RemovableLayer]) -> Iterator[tuple[str, int | None]]:

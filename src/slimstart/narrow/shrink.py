@@ -29,9 +29,9 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     """Make a dense module fit a narrow state dict, in place, and load it.
 
     Tensors get the shapes of the state dict, integer attributes that count channels are reduced, and the identity takes
-    the place of layers that were removed. For PyTorch's own
-    layers they follow from the shapes. Others (`num_heads` of your own attention block) are part of the state dict of a
-    model in training, or are found by tracing the model on `example_inputs`.
+    the place of removed layers. The attributes of PyTorch's own layers follow from the shapes. Others (`num_heads` of
+    your own attention block) and the names of removed layers are part of the state dict of a model in training, or are
+    found by tracing the model on `example_inputs`.
 
     Args:
         model: of the class that was trained, dense or already as narrow as the state dict.
@@ -48,13 +48,13 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     """
     if hooks_in(model):
         raise ValueError("`model` is in a SparseTraining; `model.load_state_dict` takes a narrow state dict by itself")
-    metadata = getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {})
+    metadata = _checked(getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {}), model)
     graph = None if example_inputs is None else trace(model, example_inputs, "stream")
     tensors, places = tensor_names(model), tensor_places(model)
     wanted: dict[str, Tensor] = {}
     problems = []
     persistent = model.state_dict(keep_vars=True).keys()
-    identities = dict(metadata.get("identities", {})) | _removed(graph, persistent, state_dict)
+    identities = metadata.get("identities", {}) | _removed(graph, persistent, state_dict)
     if odd := sorted({key for key in persistent if not _is_in(key, identities)} ^ set(state_dict)):
         hint = "" if set(odd) - persistent or graph else "; if whole layers were removed, give `example_inputs`"
         problems.append(f"the model and the state dict differ in {', '.join(odd[:3])}{hint}")
@@ -74,9 +74,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
             f"`state_dict` does not fit `model`: {'; '.join(problems[:3])}. The model must be of the class that was "
             "trained, and dense"
         )
-    attributes = dict(metadata.get("attributes", {}))
-    if graph is not None:
-        attributes |= _traced(graph, wanted)
+    attributes = metadata.get("attributes", {}) | ({} if graph is None else _traced(graph, wanted))
     change = Change()
     for name, value in wanted.items():
         tensor = tensors[name]
@@ -93,6 +91,22 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
         change.put(model.get_submodule(parent)._modules, key, identity)
     change.apply()
     return model
+
+
+def _checked(metadata: Any, model: nn.Module) -> dict[str, Any]:
+    """What the state dict of a model in training says of its structure, after a check of names and types."""
+    known = dict(model.named_modules())
+    try:
+        fits = all(
+            name in known and type(number) is int for (name, _), number in metadata.get("attributes", {}).items()
+        )
+        for name, number in metadata.get("identities", {}).items():
+            fits = fits and bool(name) and name in known and (number is None or type(number) is int)
+    except (AttributeError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise CheckpointError("`state_dict` names modules that `model` has not; nothing was changed")
+    return dict(metadata)
 
 
 def _removed(

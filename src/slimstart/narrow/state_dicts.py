@@ -100,15 +100,12 @@ class ModelState:
         found = metadata.get(METADATA)
         selection = networks.exact_selection
         if found is not None:
-            mask, removed = found.get("mask"), found.get("removed", [])
-            known = {layer.name for layer in networks.dense_graph.layers}
-            fits = isinstance(mask, Tensor) and isinstance(removed, list | tuple) and known.issuperset(removed)
-            if found.get("structure") != networks.dense_graph.digest or not fits:
+            if not _is_structure(networks, found):
                 raise CheckpointError(
                     "the state dict is of another network, coupling or `keep`; nothing was loaded. Make the "
                     "SparseTraining as the one whose model was saved"
                 )
-            selection = networks.dense_graph.without(removed).select(mask)
+            selection = networks.dense_graph.without(found.get("removed", ())).select(found["mask"])
         changes = found is not None and not has_structure(networks, found)
         self._check(state_dict, prefix, selection, changes)
         if changes:
@@ -221,14 +218,13 @@ class PartialLoads:
         state_dict[METADATA] = structure_of(self._networks)
 
     def _loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        found = state_dict.get(METADATA, {})
-        digest = self._networks.dense_graph.digest
-        if found.get("structure", digest) != digest:
+        found = state_dict.get(METADATA)
+        if found is not None and not _is_structure(self._networks, found):
             raise CheckpointError(
                 "the optimizer's state dict is of another network, coupling or `keep`; nothing was loaded. Make the "
                 "SparseTraining as the one whose optimizer was saved"
             )
-        self._structure = found
+        self._structure = found or {}
 
     def _loaded(self, optimizer: Optimizer) -> None:
         self._after(optimizer)
@@ -249,6 +245,16 @@ def structure_of(networks: Networks) -> dict[str, Any]:
         "mask": networks.exact_selection.mask.clone(),
         "removed": list(networks.removed),
     }
+
+
+def _is_structure(networks: Networks, saved: Any) -> bool:
+    """Whether this is what `structure_of` says of a network of the same model."""
+    if not isinstance(saved, Mapping) or saved.get("structure") != networks.dense_graph.digest:
+        return False
+    mask, removed = saved.get("mask"), saved.get("removed", [])
+    known = [layer.name for layer in networks.dense_graph.layers]
+    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (networks.dense_graph.num_units,)
+    return fits and isinstance(removed, list | tuple) and all(name in known for name in removed)
 
 
 def has_structure(networks: Networks, saved: Mapping[str, Any]) -> bool:
