@@ -207,7 +207,7 @@ class Odd(nn.Module):
 def test_reasons_why_layers_cannot_go():
     assert dict(trace(Odd(), torch.randn(2, 3, 8, 8)).not_removable) == {
         "stem": "its input is (2, 3, 8, 8) and its output (2, 4, 8, 8)",
-        "twice": "it is called more than once",
+        "twice": "it is called more than once, or has several names",
         "one": "one.weight is used in another place, too",
         "first": "other layers write to its output, or are tied to it",
         "second": "other layers write to its output, or are tied to it",
@@ -240,6 +240,58 @@ def test_a_chain_ends_where_its_tensors_are_used_in_a_stream(coupling):
     chains = [layer.modules for layer in report.graph.layers]
     # With one mask for all writers, both sides of the depthwise convolution have the same channels.
     assert chains == ([("depthwise", "up")] if coupling == "stream" else [("up",)])
+
+
+@pytest.mark.parametrize("name", ["resnet_basic", "wide_resnet", "mobilenet_v2"])
+def test_networks_without_layers_are_the_same_without_ports(name):
+    torch.manual_seed(0)
+    model, x = shake(ZOO[name].factory()).double().eval(), ZOO[name].example_inputs().double()
+    graph = trace(model, x, "filter")
+    mask = torch.rand(graph.num_units) < 0.5
+    for names in subsets(graph.layers):
+        selection = graph.without(names).select(mask)
+        expected, found = compact(model, selection)(x), compact(model, selection, plain=True)(x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+class Late(nn.Module):
+    """A layer whose output meets a stream only after a normalisation: without ports it is as wide as the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm1 = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+        self.conv, self.norm2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.more, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        y = self.norm2(torch.relu(self.conv(torch.relu(self.norm1(self.stem(x))))))
+        return self.head(y + self.more(x))
+
+
+def test_a_layer_whose_channels_are_those_of_a_stream_without_ports_cannot_go():
+    graph = trace(Late(), torch.randn(2, 3, 8, 8), "filter")
+    assert not graph.layers
+    assert "belongs to a residual stream" in graph.not_removable["conv"]
+
+
+class Aliased(nn.Module):
+    """An activation with two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+        self.act = self.other_name = nn.ReLU()
+
+    def forward(self, x):
+        return self.fc(self.other_name(self.conv(self.stem(x))))
+
+
+def test_modules_with_two_names_and_modules_with_hooks_cannot_go():
+    assert [layer.modules for layer in trace(Aliased(), torch.randn(2, 3, 4, 4)).layers] == [("conv",)]
+    model = Kinds()
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    assert [layer.name for layer in trace(model, torch.randn(2, 5)).layers][:1] == ["blocks.0"]
+    assert "blocks.1" not in [layer.name for layer in trace(model, torch.randn(2, 5)).layers]
 
 
 class Kinds(nn.Module):

@@ -10,7 +10,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from slimstart import CheckpointError, EqualWorth, Flops, SparseTraining, flops, load, save, shrink_to
 from slimstart.lab import models
-from tests.layer_policy import Rounds
+from slimstart.policies.base import Padding
+from tests.layer_policy import Rounds, RoundsSearch
 
 BATCH = 8
 
@@ -213,6 +214,104 @@ def test_step_does_the_same_as_the_loop_by_hand():
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
+class Scaled(nn.Module):
+    """A residual block with a parameter that cannot shrink."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x + self.scale * self.down(F.relu(self.up(x)))
+
+
+class ScaledBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
+        self.blocks = nn.Sequential(Scaled(), Scaled(), Scaled())
+
+    def forward(self, x):
+        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def test_a_parameter_that_cannot_shrink_is_not_trained_without_its_layer():
+    """Not even in a loop that clears the gradients of the model after a step, and so not those of removed layers."""
+    torch.manual_seed(0)
+    model = ScaledBlocks()
+    scale = model.blocks[0].scale
+    _, optimizer = training(model, Rounds((), (0,), (0,)))
+    for step in range(4):
+        images, labels = batch(step)
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        model.zero_grad()
+        if step == 1:
+            assert isinstance(model.blocks[0], nn.Identity)
+            assert scale.grad is None
+            before = scale.item()
+    assert scale.item() == before
+    assert scale not in optimizer.state
+
+
+def test_a_layer_returns_in_the_type_of_the_model():
+    torch.manual_seed(0)
+    model = ScaledBlocks()
+    sparse, optimizer = training(model, Rounds((), (0,), (), ()))
+    run(sparse, optimizer, 2)
+    model.double()
+    assert {p.dtype for p in sparse.dense_copy().parameters()} == {torch.float64}
+    for step in range(2, 6):
+        images, labels = batch(step)
+        loss = F.cross_entropy(model(images.double()), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert isinstance(model.blocks[0], Scaled)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_frozen_statistics_remain_frozen_while_their_layer_is_removed():
+    model = make("resnet20", width=0.5)
+    norm = model.stage1[0].bn1
+    sparse, optimizer = training(model, Rounds((), (0,), (), ()))
+    norm.eval()
+    run(sparse, optimizer, 2)
+    assert isinstance(model.stage1[0], nn.Identity)
+    run(sparse, optimizer, 2, start=2)
+    assert model.stage1[0].bn1 is norm
+    assert not norm.training
+
+
+class PaddedSearch(RoundsSearch):
+    padding = Padding(align=4, spread=0.0)
+
+
+class PaddedRounds(Rounds):
+    def start(self, costs, budget, total_steps):
+        return PaddedSearch(self, costs, budget)
+
+
+@pytest.mark.parametrize("name", ["resnet20", "vgg16"])
+def test_networks_with_spare_capacity_lose_layers_too(name):
+    losses, executed = [], []
+    for policy in (Rounds, PaddedRounds):
+        model = make(name, width=0.25).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        examples = batch(0)[0][:2].double()
+        sparse = SparseTraining(model, optimizer, examples, Flops(0.4), policy=policy((1,), (0, 3), (3,), (3,)))
+        for step in range(8):
+            images, labels = batch(step)
+            losses.append(F.cross_entropy(model(images.double()), labels))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+            executed.append(sparse.executed_flops)
+            assert policy is Rounds or executed[-1] == flops(model, examples)
+    assert [float(one) for one in losses[:8]] == pytest.approx([float(one) for one in losses[8:]], abs=1e-9)
+
+
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +422,26 @@ def test_a_dense_copy_has_all_layers():
     whole = sparse.dense_copy()
     assert all(torch.equal(p, dict(original.named_parameters())[name]) for name, p in whole.named_parameters())
     assert isinstance(model.stage1[0], nn.Identity)
+    model.eval()
+    assert not any(module.training for module in sparse.dense_copy().modules())
+
+
+def test_layers_that_are_removed_from_the_start_are_part_of_the_state():
+    def fresh():
+        return training(make("resnet20", width=0.5), Rounds((0,), (0,), (), ()), budget=0.6)
+
+    sparse, optimizer = fresh()
+    run(sparse, optimizer, 3)
+    state, weight = sparse.state_dict(), sparse.dense_copy().stage1[0].conv1.weight
+    assert torch.equal(state["model"]["stage1.0.conv1.weight"], weight)
+    run(sparse, optimizer, 6, start=3)
+    again, second = fresh()
+    again.load_state_dict(state)
+    assert torch.equal(again.dense_copy().stage1[0].conv1.weight, weight)
+    run(again, second, 6, start=3)
+    expected, found = sparse.finish().state_dict(), again.finish().state_dict()
+    assert "stage1.0.conv1.weight" in found
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
 def test_a_snapshot_is_the_network_that_finish_returns():

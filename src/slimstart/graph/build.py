@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from slimstart.costs import CostTable, Factor, LayerCost, Polynomial, Term
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
 from slimstart.graph.constraints import (
-    CONSTANT,
-    ZERO,
     Constraints,
     PortNodes,
     Presence,
-    UnionFind,
     when_carried,
     when_live,
 )
@@ -73,7 +70,7 @@ class _Tables:
         self._event_table = [self.event(roots) for roots in solver.exists_table()]
         self._events_of: dict[tuple[Presence, ...], tuple[int, ...]] = {}
         self._carried_axis_of: dict[tuple[Presence, ...], int] = {}
-        self._carried_table = [self.event(solver.roots(atoms)) for atoms in _carried_without_ports(solver)]
+        self._carried_table = [self.event(roots) for roots in solver.carried_without_ports()]
 
     def event(self, roots: frozenset[int] | None) -> int:
         """The event on which a channel depends, by the filters that write it; -1 if it always exists."""
@@ -240,26 +237,6 @@ def _write_graph(
         layers=tuple(one.layer for one in removable_layers),
         not_removable=not_removable,
     )
-
-
-def _carried_without_ports(solver: Solver) -> list[frozenset[int] | None]:
-    """For every node, the writers of its carrier in a network without ports.
-
-    There, a depthwise convolution or a normalisation is as wide as its input, so the carriers on both sides are one.
-    """
-    merged = UnionFind()
-    merged.parent = list(solver.constraints.carriers.parent)
-    for first, second in solver.constraints.same_width:
-        merged.union(first, second)
-    written: dict[int, set[int]] = defaultdict(set)
-    always = {merged.find(CONSTANT), merged.find(ZERO)}
-    for carrier, atoms in solver.carried.items():
-        root = merged.find(carrier)
-        written[root] |= atoms or set()
-        if atoms is None:
-            always.add(root)
-    sets = {root: None if root in always else frozenset(atoms) for root, atoms in written.items()}
-    return [sets[merged.find(node)] for node in range(len(merged.parent))]
 
 
 def _ports(tables: _Tables, found: dict[str, PortNodes]) -> dict[str, Port]:

@@ -64,7 +64,12 @@ class _Search:
         self.modules = dict(model.named_modules())
         self.calls = self.constraints.calls
         counts = Counter(call.module for call in self.calls)
-        self.once = {call.module: call for call in self.calls if counts[call.module] == 1}
+        aliased = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+        self.once = {
+            call.module: call
+            for call in self.calls
+            if counts[call.module] == 1 and aliased[id(self.modules[call.module])] == 1
+        }
         self.order = {call.module: number for number, call in enumerate(self.calls)}
         self.atoms = {layer: set(self.constraints.writers[key]) for key, layer in self.constraints.layers.items()}
         self.mixing = [call.module for call in self.calls if call.module in self.atoms]
@@ -77,6 +82,7 @@ class _Search:
         ):
             aliases[id(tensor)].append(name)
         self.shared = [names for names in aliases.values() if len(names) > 1]
+        self.without_ports = solver.carried_without_ports()
 
     def found(self) -> tuple[list[Found], dict[str, str]]:
         layers, refused = self._residual()
@@ -166,18 +172,18 @@ class _Search:
     def _chain(self, name: str) -> list[ModuleCall]:
         """The layer's call, with those of what belongs to it in a flat chain."""
         if name not in self.once:
-            raise _RefusedError("it is called more than once")
+            raise _RefusedError("it is called more than once, or has several names")
         position = next(i for i, call in enumerate(self.leaves) if call.module == name)
         chain = [self.leaves[position]]
         for call in self.leaves[position + 1 :]:
             if _feeds(chain[-1], call):
-                if not self._follows(call) or not self._keeps_channels(call):
+                if not self._follows(call):
                     break
                 chain.append(call)
         before: list[ModuleCall] = []
         for call in reversed(self.leaves[:position]):
             if _feeds(call, before[0] if before else chain[0]):
-                if not (self._follows(call) or self._is_depthwise(call)) or not self._keeps_channels(call):
+                if not self._follows(call) and not (self._is_depthwise(call) and self._keeps_channels(call)):
                     break
                 before.insert(0, call)
         while before and not self._is_depthwise(before[0]):
@@ -191,13 +197,13 @@ class _Search:
         return call.module in self.once and call.plain and keeps_shape and bool(kinds & _FOLLOWERS)
 
     def _keeps_channels(self, call: ModuleCall) -> bool:
-        """Whether the tensors on both sides carry the same channels. Not so if one of them is a stream, too."""
+        """Whether the tensors on both sides carry the same channels: not if a residual stream begins after it."""
         carried = [
-            None if seen is None or seen.nodes is None else
             [self.solver.exists(when_carried(node)) for node in seen.nodes.reshape(-1).tolist()]
             for seen in (call.before, call.after)
-        ]  # fmt: skip
-        return carried[0] is not None and carried[0] == carried[1]
+            if seen is not None and seen.nodes is not None
+        ]
+        return len(carried) == 2 and carried[0] == carried[1]
 
     def _is_depthwise(self, call: ModuleCall) -> bool:
         module = self.modules[call.module]
@@ -217,6 +223,8 @@ class _Search:
             if (source is None) != (target is None):
                 which = "input" if source is None else "output"
                 raise _RefusedError(f"channels of its {which} are always there, and those on its other side are not")
+            if (source, target) != (self.without_ports[one], self.without_ports[other]):
+                raise _RefusedError("a normalisation or depthwise convolution next to it belongs to a residual stream")
             if source is None or target is None:
                 continue
             if len(target) > 1 or any(writers[atom] > mine[atom] for atom in target):
@@ -229,10 +237,12 @@ class _Search:
     # --- what both kinds need ----------------------------------------------------------------------------------------
 
     def _check(self, layer: RemovableLayer) -> None:
-        """Refuse a layer that is protected, or of which another part of the network has a tensor."""
+        """Refuse a layer that is protected, has hooks, or has a tensor that another part of the network has, too."""
         for name, reason in self.reasons.items():
             if layer.has(name) or any(_within(module, name) for module in layer.modules):
                 raise _RefusedError(reason)
+        if any(self.modules[name]._forward_hooks or self.modules[name]._forward_pre_hooks for name in layer.modules):
+            raise _RefusedError("it has forward hooks, which would not run without it")
         for names in self.shared:
             inside = [name for name in names if layer.has(name)]
             if inside and len(inside) < len(names):

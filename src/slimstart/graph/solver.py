@@ -85,6 +85,26 @@ class Solver:
         self._table = table
         return table
 
+    def carried_without_ports(self) -> list[Atoms | None]:
+        """For every node, the roots of the filters that write its carrier in a network without ports.
+
+        There, a depthwise convolution or a normalisation is as wide as its input, so the carriers on both sides are
+        one.
+        """
+        merged = UnionFind()
+        merged.parent = list(self.constraints.carriers.parent)
+        for first, second in self.constraints.same_width:
+            merged.union(first, second)
+        written: dict[int, set[int]] = defaultdict(set)
+        always = {merged.find(CONSTANT), merged.find(ZERO)}
+        for carrier, atoms in self.carried.items():
+            root = merged.find(carrier)
+            written[root] |= atoms or set()
+            if atoms is None:
+                always.add(root)
+        sets = {root: None if root in always else self.roots(frozenset(atoms)) for root, atoms in written.items()}
+        return [sets[merged.find(node)] for node in range(len(merged.parent))]
+
     def _forget(self) -> None:
         """Clear the caches."""
         self._roots.clear()

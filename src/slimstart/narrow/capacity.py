@@ -108,6 +108,10 @@ class Planner:
             return Capacity(torch.maximum(new.units, now.units), now.streams | new.streams)
         return now
 
+    def of(self, graph: ChannelGraph) -> Planner:
+        """The planner of another graph, with the same settings."""
+        return self if graph is self._graph else Planner(graph, self.align, self._spread)
+
     def flops(self, capacity: Capacity) -> int:
         """FLOPs of one example through a network of this capacity, padding included."""
         frame = torch.where(self._shared, capacity.streams, self._typical_units(capacity)[self._events[:, 0]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,12 +31,16 @@ class Network:
     Args:
         module: of the class of the graph's model, with the same names.
         graph: of the model.
+
+    Attributes:
+        keys: for every tensor that can shrink, its keys in the state dict of the whole model.
     """
 
     def __init__(self, module: nn.Module, graph: ChannelGraph) -> None:
         self.module, self.graph = module, graph
         self._modules = dict(module.named_modules(remove_duplicate=False))  # also those that are removed later
         places = tensor_places(module)
+        self.keys = {name: [f"{path}.{key}".lstrip(".") for path, key in places[name]] for name in graph.tensors}
         self._owners = {
             name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
         }
@@ -92,17 +97,16 @@ class Network:
     def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
         """Add to a change: become the network of a selection, with the values of a store."""
         assign = change.copy if in_place else change.swap
-        self._place_layers(change, selection.graph)
         for name in selection.graph.tensors:
             assign(self.tensor(name), store.read(Key(name), selection, device))
         for owner, attribute, value in attribute_values(selection):
             change.set(self._modules[owner], attribute, value)
+        self._place_layers(change, selection.graph, device)
         if not in_place:
             change.call(self._renew_dicts)
 
     def finish(self, change: Change, store: Store, selection: Selection, device: torch.device, plain: bool) -> None:
         """Add to a change: become the network of a selection without unneeded ports, or with `plain` without any."""
-        self._place_layers(change, selection.graph)
         for name in selection.graph.tensors:
             change.swap(self.tensor(name), store.read(Key(name), selection, device, plain))
         for owner, attribute, value in attribute_values(selection, plain):
@@ -133,19 +137,30 @@ class Network:
         for holder in self._holders:
             vars(holder).update(_parameters=holder._parameters.copy(), _buffers=holder._buffers.copy())
 
-    def _place_layers(self, change: Change, graph: ChannelGraph) -> None:
-        """Put the identity in the place of the layers that a graph is without, and all others in their own."""
+    def _place_layers(self, change: Change, graph: ChannelGraph, device: torch.device) -> None:
+        """Put the identity in the place of the layers that a graph is without, and all others in their own.
+
+        The user may have changed the mode and the type of the model since a module was replaced.
+        """
         removed = dict(modules_of(graph.removed))
         for name, place in self._removable.items():
-            if name in removed:
-                change.put(place.parent._modules, place.key, place.identity)
-            elif place.parent._modules[place.key] is not place.original:
-                change.call(place.original.train, self.module.training)
-                change.put(place.parent._modules, place.key, place.original)
+            present, wanted = place.parent._modules[place.key], place.identity if name in removed else place.original
+            if present is not wanted:
+                assert present is not None
+                change.call(set_mode, wanted, present.training)
+                change.call(partial(wanted.to, device=device, dtype=common_type(self.module)))
+                change.put(place.parent._modules, place.key, wanted)
 
     def removed_modules(self, graph: ChannelGraph) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of everything that the identity replaces in a graph."""
         return ((name, self._removable[name].original) for name, _ in modules_of(graph.removed))
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients, also those of layers that have just been removed."""
+        for module in (*self.module.modules(), *self._modules.values()):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
 
     def point_ports(self, change: Change, selection: Selection) -> None:
         """Add to a change: set the ports of layers on streams to what a selection keeps."""
@@ -162,6 +177,18 @@ class _Place(NamedTuple):
     key: str
     original: nn.Module
     identity: nn.Module
+
+
+def set_mode(module: nn.Module, training: bool) -> None:
+    """Give a module a mode. If it has that already, modules within it keep modes of their own."""
+    if module.training is not training:
+        module.train(training)
+
+
+def common_type(model: nn.Module) -> torch.dtype | None:
+    """The type of all floating-point parameters; None if there are several."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def find_copy(copy: nn.Module, model: nn.Module) -> nn.Module:

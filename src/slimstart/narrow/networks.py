@@ -25,7 +25,7 @@ from slimstart.narrow.capacity import Capacity, Executed, Planner
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import narrow_copy, tensor_names
 from slimstart.narrow.hooks import remove_hooks
-from slimstart.narrow.modules import Network, find_copy
+from slimstart.narrow.modules import Network, common_type, find_copy, set_mode
 from slimstart.narrow.optimizer_state import Entry, entries
 from slimstart.narrow.padding import PaddedNetworks, PaddingGradients, real_entries
 from slimstart.narrow.placement import Placement
@@ -109,6 +109,11 @@ class Networks:
         """The narrow parameters by name."""
         return self._network.parameters
 
+    @property
+    def keys(self) -> Mapping[str, Sequence[str]]:
+        """For every tensor that can shrink, its keys in the state dict of the whole model."""
+        return self._network.keys
+
     def tensor(self, name: str) -> Tensor:
         return self._network.tensor(name)
 
@@ -161,7 +166,12 @@ class Networks:
 
     def selection_of(self, masks: Tensor, capacity: Capacity | None, removed: Iterable[str]) -> Selection:
         """What the model would hold for a draw, with this capacity or, if None, with one that is chosen now."""
-        return self._place(masks, None, True, capacity, self.dense_graph.without(removed)).selection
+        return self._place(masks, None, True, capacity, self._without(removed)).selection
+
+    def _without(self, removed: Iterable[str]) -> ChannelGraph:
+        """The graph without some layers: the present one, with what it has computed, if they are the present ones."""
+        removed = set(removed)
+        return self.graph if removed == set(self.removed) else self.dense_graph.without(removed)
 
     @property
     def removed(self) -> tuple[str, ...]:
@@ -230,8 +240,10 @@ class Networks:
         """Where a draw would be in a graph; other arguments as for `prepare`."""
         if self._planner is None:
             return _Placed(masks.clone(), None, None, graph.select(masks[0]))
-        kept, now = graph.costs.at_least_one(masks.to(self.device)), self._padded
-        capacity = capacity or self._planner(self.capacity, kept, keep_probs, look)
+        kept = graph.costs.at_least_one(masks.to(self.device))
+        now = self._padded if graph is self.graph else None
+        present = None if now is None else now.capacity
+        capacity = capacity or self._planner.of(graph)(present, kept, keep_probs, look)
         if now is not None and capacity is now.capacity and kept.shape == self.masks.shape:
             placement = now.placement
         else:
@@ -262,8 +274,8 @@ class Networks:
                 optimizer state of such a layer is dropped. A layer that returns has its stored weights and new state.
             followers: dense tensors that replace the present ones of the followers.
         """
-        graph = self.graph if removed is None else self.dense_graph.without(removed)
-        same_layers = set(graph.removed) == set(self.graph.removed)
+        graph = self.graph if removed is None else self._without(removed)
+        same_layers = graph is self.graph
         returning = set(self.graph.removed) - set(graph.removed)
         if any(layer in network.graph.removed for layer in returning for network, _ in self.followers):
             raise RuntimeError("a layer returns that a copy given to `follow` was made without; make the copy again")
@@ -322,6 +334,8 @@ class Networks:
                     for optimizer in self._optimizers:
                         change.call(optimizer.state.pop, parameter, None)
         change.set(self, "graph", graph)
+        if self._planner is not None:
+            change.set(self, "_planner", self._planner.of(graph))
         change.call(self.references.release)
 
     def _pad(self, change: Change, placed: _Placed, store: Store, in_place: bool) -> None:
@@ -360,8 +374,7 @@ class Networks:
                         change.put(state, key, value.to(device))
 
     def _clear_gradients(self) -> None:
-        for parameter in (*self.model.parameters(), *self._network.parameters.values()):
-            parameter.grad = None
+        self._network.clear_gradients()
         torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
 
     def open_ports(self, change: Change) -> None:
@@ -395,10 +408,13 @@ class Networks:
         whole, removed = self.dense_graph, list(self._network.removed_modules(self.graph))
         model = copy.deepcopy(self.model) if removed else self.model
         for name, module in removed:
-            replace_module(model, name, copy.deepcopy(module))
-            remove_hooks(model)
+            returned, training = copy.deepcopy(module), model.get_submodule(name).training
+            set_mode(returned, training)
+            replace_module(model, name, returned)
         everything = whole.select(torch.ones(whole.num_units, dtype=torch.bool))
         found = narrow_copy(model, self.store.tensors, everything, device=self._device)
+        for name, _ in removed:
+            found.get_submodule(name).to(device=self.device, dtype=common_type(self.model))
         remove_hooks(found)
         return found
 

@@ -147,8 +147,9 @@ class Placement:
         before = torch.cumsum(waiting, 1) - waiting
         rank = before - before[:, self._first][:, self._group]
         placed = kept | (rank < spare[:, self._group])
-        padded = torch.nn.functional.pad(kept, (0, 1))  # the pads of `events` are -1: the last entry
-        happens = padded[:, self._events].any(2)
+        # The pads of `events` are -1: the last entry. Events of removed layers have nothing else.
+        kept, placed = (torch.nn.functional.pad(units, (0, 1)) for units in (kept, placed))
+        happens = kept[:, self._events].any(2)
         frame = torch.where(self._shared, self._streams, placed[:, self._writer])
         return (
             torch.nn.functional.pad(frame, (0, 1), value=True),

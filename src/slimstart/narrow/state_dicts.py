@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from slimstart.errors import CheckpointError
 from slimstart.graph import Selection
 from slimstart.narrow.change import Change
-from slimstart.narrow.compact import attribute_values, port_sides, ports_in, tensor_places
+from slimstart.narrow.compact import attribute_values, port_sides, ports_in
 from slimstart.narrow.hooks import Hook
 from slimstart.narrow.networks import Networks
 from slimstart.narrow.optimizer_state import held_by
@@ -42,12 +42,7 @@ class ModelState:
 
     def __init__(self, networks: Networks, change: Callable[[Tensor, Sequence[str]], None]) -> None:
         self._networks, self._change = networks, change
-        places = tensor_places(networks.model)
-        self.names = {
-            f"{path}.{key}" if path else key: name
-            for name in networks.dense_graph.tensors
-            for path, key in places.get(name, ())
-        }
+        self.names = {key: name for name, keys in networks.keys.items() for key in keys}
         networks.model.register_state_dict_post_hook(Hook(self._saved))
         networks.model.register_load_state_dict_pre_hook(Hook(self._loading))
         networks.model.register_load_state_dict_post_hook(Hook(self._loaded))
