@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -14,12 +15,28 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from slimstart.lab.control_characters import visible
+
 if TYPE_CHECKING:
     from slimstart.lab.records import Epoch, Record
     from slimstart.lab.run.callbacks import Status
 
 
-class _Console(Console):
+class _SafeConsole(Console):
+    """A console that shows control characters in text as escapes: names and messages come from files."""
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
+
+
+class SafeFormatter(logging.Formatter):
+    """The same for log messages."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+class _Console(_SafeConsole):
     """A console that becomes quiet when its pipe is closed: a training does not end because `| head` does."""
 
     def on_broken_pipe(self) -> None:
@@ -30,7 +47,7 @@ class _Console(Console):
 # Into a file or a pipe, lines are as long as they need to be.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
 console = _Console(highlight=False, width=_WIDTH)
-errors = Console(stderr=True, highlight=False)
+errors = _SafeConsole(stderr=True, highlight=False)
 
 
 class TrainingDisplay:
@@ -178,9 +195,9 @@ def show_records(records: Sequence[Record]) -> None:
 def show_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
-        table.add_column(escape(title), overflow="fold")  # half a name is none
+        table.add_column(escape(visible(title)), overflow="fold")  # half a name is none
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(visible(cell)) for cell in row))
     console.print(table)
 
 

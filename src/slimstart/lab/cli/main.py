@@ -18,7 +18,7 @@ from slimstart.lab.cli import bench_command as bench
 from slimstart.lab.cli import compare_command as compare
 from slimstart.lab.cli import network_commands as networks
 from slimstart.lab.cli import train_commands as train
-from slimstart.lab.cli.display import errors
+from slimstart.lab.cli.display import SafeFormatter, errors
 
 app = typer.Typer(
     name="slimstart",
@@ -56,9 +56,9 @@ def main() -> None:
     """Run a command, and turn errors into one line and an exit status."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
-    logging.basicConfig(
-        format="%(message)s", handlers=[RichHandler(console=errors, show_time=False, show_path=False)], level="WARNING"
-    )
+    handler = RichHandler(console=errors, show_time=False, show_path=False)
+    handler.setFormatter(SafeFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level="WARNING")
     try:
         app(arguments, prog_name="slimstart")
     except Exception as error:

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from slimstart.errors import RecordError
 from slimstart.io import atomic
+from slimstart.lab.control_characters import visible
 from slimstart.lab.records import Record
 from slimstart.lab.reports import curves, panels, points, structures_over_time
 from slimstart.lab.reports.canvas import short
@@ -51,12 +52,13 @@ def render(records: Sequence[Record]) -> str:
     )
     environment.filters |= {"svg": Markup, "json": _json, "number": number, "duration": duration}
     source = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    return environment.from_string(source).render(
+    page = environment.from_string(source).render(
         networks=networks,
         runs=[run for row in rows for run in row.runs],
         looks=looks,
         facts=_facts(records),
     )
+    return visible(page)
 
 
 def write(records: Sequence[Record], path: str | os.PathLike[str]) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
+from slimstart.lab.control_characters import visible
 from slimstart.lab.records import Record
 from slimstart.lab.reports.rows import Row, Value, by_network, summarise
 
@@ -172,5 +173,5 @@ def markdown_table(cells: Sequence[Sequence[str]], texts: Container[str]) -> lis
 
 
 def escaped(text: str) -> str:
-    """Text with the special characters of Markdown escaped."""
-    return re.sub(r"([\\|`*_<>\[\]$])", r"\\\1", " ".join(text.split()))
+    """Text with control characters, and the special ones of Markdown, escaped."""
+    return re.sub(r"([\\|`*_<>\[\]$])", r"\\\1", visible(" ".join(text.split())))
