@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slimstart.errors import RecordError
@@ -40,8 +41,34 @@ def test_round_trip(tmp_path: Path) -> None:
     records.write(RECORD, tmp_path / "record.json")
     assert records.read(tmp_path / "record.json") == RECORD
     assert records.read(tmp_path) == RECORD  # a run's folder
-    assert json.loads((tmp_path / "record.json").read_text()) == PLAIN  # plain JSON, with nothing of Python's own
+    content = json.loads((tmp_path / "record.json").read_text())
+    assert content == PLAIN | {"digest": records.digest(PLAIN)}  # plain JSON, with nothing of Python's own
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_changed_bit_changes_no_value(tmp_path: Path) -> None:
+    path, random = tmp_path / "record.json", np.random.default_rng(0)
+    records.write(RECORD, path)
+    whole, refused = path.read_bytes(), 0
+    for bit in random.integers(8 * len(whole), size=300):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(content)
+        try:
+            found = records.read(path)
+        except RecordError:
+            refused += 1
+        else:
+            assert found == RECORD  # the bit was in a space
+    assert refused > 150
+
+
+def test_records_without_a_digest_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert records.read(written(PLAIN, tmp_path)) == RECORD
+    assert not caplog.records
+    for digest in (None, 7, "", "0" * 16):
+        with pytest.raises(RecordError, match=r"record\.json has been changed after it was written"):
+            records.read(written(PLAIN | {"digest": digest}, tmp_path))
 
 
 def test_the_former_name_of_a_method_is_translated(tmp_path: Path) -> None:

@@ -179,11 +179,28 @@ class Record:
 def write(record: Record, path: str | os.PathLike[str]) -> None:
     """Write a record as JSON, atomically; `read` is the inverse."""
     try:
-        # allow_nan=False: NaN is not JSON, and a browser refuses the file.
-        content = json.dumps(record.as_dict(), indent=1, allow_nan=False) + "\n"
+        content = _sealed(record.as_dict())
     except (TypeError, ValueError) as error:
         raise RecordError(f"`record.config` cannot be written as JSON ({error}): give plain, finite values") from error
-    atomic.write(path, content.encode())
+    atomic.write(path, content)
+
+
+def _sealed(fields: Mapping[str, Any]) -> bytes:
+    """JSON with a digest of the other fields."""
+    # allow_nan=False: NaN is not JSON, and a browser refuses the file.
+    plain = json.loads(json.dumps(fields, allow_nan=False))
+    return (json.dumps(plain | {"digest": digest(plain)}, indent=1) + "\n").encode()
+
+
+def _unsealed(content: Any, file: Path) -> Any:
+    """What the JSON of a file holds, without its digest; older files have none.
+
+    Raises:
+        RecordError: the digest is not that of the other fields.
+    """
+    if isinstance(content, dict) and "digest" in content and content.pop("digest") != digest(content):
+        raise RecordError(f"{file} has been changed after it was written: its digest is not that of its fields")
+    return content
 
 
 def read(path: str | os.PathLike[str]) -> Record:
@@ -201,6 +218,9 @@ def read(path: str | os.PathLike[str]) -> Record:
         content = json.loads(read_bytes(file, MAX_BYTES))
         # Python reads what is not JSON (NaN, 1e999) or not text (half a surrogate pair); its strict writer refuses.
         json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
+        content = _unsealed(content, file)
+    except RecordError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read as JSON: {error}") from error
     for names in (content, content.get("config")) if isinstance(content, dict) else ():
@@ -211,7 +231,7 @@ def read(path: str | os.PathLike[str]) -> Record:
 
 def write_plain(record: Any, path: str | os.PathLike[str]) -> None:
     """Write a dataclass of plain values as JSON, atomically; `read_plain` is the inverse."""
-    atomic.write(path, (json.dumps(dataclasses.asdict(record), indent=1, allow_nan=False) + "\n").encode())
+    atomic.write(path, _sealed(dataclasses.asdict(record)))
 
 
 def read_plain(kind: type[Kind], path: str | os.PathLike[str], schema: str, what: str) -> Kind:
@@ -223,7 +243,9 @@ def read_plain(kind: type[Kind], path: str | os.PathLike[str], schema: str, what
     path = Path(path)
     file = path / "record.json" if path.is_dir() else path
     try:
-        content = json.loads(read_bytes(file, MAX_BYTES))
+        content = _unsealed(json.loads(read_bytes(file, MAX_BYTES)), file)
+    except RecordError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read as the record of {what}: {error}") from error
     return of_schema(kind, content, schema, file, what)
