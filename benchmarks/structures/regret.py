@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import families
 import numpy as np
 
-EXPONENTS = tuple(step / 20 for step in range(21))
+EXPONENTS = tuple(step / 10 for step in range(11))
 EARLY = (1, 2, 4, 8)  # epochs
 FIRST_CUTS = (0.25, 1)  # of successive halving, in epochs
 
