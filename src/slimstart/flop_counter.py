@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from slimstart.inputs import as_call
+from slimstart.modes import evaluating
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -52,18 +53,6 @@ def counting() -> Iterator[Count]:
             yield Count(counter)
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode within this context, and restore the mode of every module afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def flops(model: nn.Module, example_inputs: Any) -> int:

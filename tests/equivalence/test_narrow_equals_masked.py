@@ -574,6 +574,28 @@ def test_heads_go_with_their_keys_and_values(name, coupling):
     assert narrow(inputs).shape == model(inputs).shape
 
 
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize(
+    ("name", "layer", "heads"),
+    [
+        ("compared_head_width", "attention.k_proj", 2),
+        ("indexed_qkv", "attention.qkv", 4),
+        ("key_value_cache", "attention.qkv", 4),
+        ("cached_bias", "attention.qkv.linear", 4),
+        ("input_width", "attention.qkv", 4),
+        ("joined_bias", "attention.qkv.weight", 4),
+        ("bias_table", "attention.qkv", 4),
+        ("bias_table_fused", "attention.qkv", 4),
+        ("bucket_embedding", "attention.qkv.1", 4),
+    ],
+)
+def test_every_head_is_a_unit(name, layer, heads, coupling):
+    _, _, graph = traced(name, coupling)
+    units = graph.filters[layer]
+    assert int(units.min()) >= 0
+    assert len(units.unique()) == heads
+
+
 def test_separate_heads_are_units():
     model, _, graph = traced("vit_separate", "stream")
     units = {letter: graph.filters[f"blocks.0.attn.to_{letter}"] for letter in "qkv"}

@@ -745,6 +745,31 @@ def test_train_and_eval_modes_are_kept() -> None:
     assert (model[1].num_batches_tracked, model[4].num_batches_tracked) == (1, 2)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@POLICIES
+def test_a_cache_of_evaluation_mode_is_left_to_the_user(policy: Any, training: bool) -> None:
+    """The bias of each head is cached in evaluation mode, until the user calls `train()`."""
+    torch.manual_seed(0)
+    model, tokens = ZOO["cached_bias"].factory().train(training), torch.randn(4, 6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    settings = arguments(policy=policy, budget=Flops(0.7), total_steps=12)
+    sparse = SparseTraining(model, optimizer, tokens[:2], **settings)
+    assert model.attention.cached == {}
+    for _ in range(12):
+        model.train()
+        sparse.step(lambda net, x: net(x).square().mean(), tokens)
+        model.eval()
+        with torch.no_grad():
+            found = model(tokens)
+        slimstart.flops(model, tokens)
+        model.train()
+        assert model.attention.cached == {}
+        with torch.no_grad():
+            assert torch.equal(copy.deepcopy(model).eval()(tokens), found)
+    assert sparse.finish() is model
+    assert model.attention.heads == len(model.attention.attention_biases)
+
+
 @POLICIES
 def test_a_layer_frozen_during_training_does_not_change(policy: Any) -> None:
     model, optimizer, sparse = make_training(policy=policy)

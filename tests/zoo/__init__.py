@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cnn, large, odd, transformers
+from . import attention, cnn, large, odd, transformers
 
 __all__ = ["LARGE", "ZOO", "Entry", "call", "cast", "shake", "tensors"]
 
@@ -181,6 +181,20 @@ ZOO: dict[str, Entry] = {
     "functional_linear": Entry(transformers.FunctionalLinear, _floats(2, 12)),
     "einsum_ffn": Entry(transformers.EinsumFFN, _floats(2, 6, 12)),
     "einsum_attention": Entry(transformers.EinsumAttention, _floats(2, 6, 12)),
+    # attention
+    "compared_head_width": Entry(partial(attention.Residual, attention.ComparesHeadWidth), _sequence, 0.95),
+    "indexed_qkv": Entry(partial(attention.Residual, attention.Indexed), _sequence, 0.95),
+    "flat_batch_norm": Entry(attention.FlatNormStream, _sequence, 0.95),
+    "cached_bias": Entry(partial(attention.Residual, attention.CachedBias), _sequence, 0.95),
+    "bias_table": Entry(partial(attention.Residual, partial(attention.BiasTable, fused=False)), _sequence, 0.95),
+    "bias_table_fused": Entry(partial(attention.Residual, attention.BiasTable), _sequence, 0.95),
+    "bucket_embedding": Entry(partial(attention.Residual, attention.BucketEmbedding), _sequence, 0.95),
+    "expanded_gate": Entry(attention.ExpandedGate, _image, 0.9, whole=("gate",)),
+    "input_width": Entry(partial(attention.Residual, attention.InputWidth), _sequence, 0.95),
+    "joined_bias": Entry(partial(attention.Residual, attention.JoinedBias), _sequence, 0.95),
+    "split_list": Entry(partial(attention.MixedKernels, list), _image, 0.95),
+    "split_tuple": Entry(partial(attention.MixedKernels, tuple), _image, 0.95),
+    "key_value_cache": Entry(partial(attention.Residual, attention.Cached), _sequence, 0.95),
     # odd
     "shared_conv": Entry(odd.SharedConv, _image),
     "siamese": Entry(odd.Siamese, _pair(_image, _floats(2, 3, 16, 12))),

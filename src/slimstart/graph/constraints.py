@@ -182,6 +182,7 @@ class Constraints:
     same_width: list[tuple[int, int]] = field(default_factory=list)  # input and output of depthwise layers and norms
     calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
     numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes that must not change
+    products: set[int] = field(default_factory=set)  # nodes of products of channels, as the scores of attention heads
     unfollowed: dict[str, str] = field(default_factory=dict)  # module or parameter -> reason
 
     def __post_init__(self) -> None:
@@ -293,7 +294,23 @@ class Constraints:
             return second if first == CONSTANT else ZERO
         self.carriers.union(first, second)
         self.tied.add(first)
-        return second if self.exact[first] else first
+        product = second if self.exact[first] else first
+        self.products.add(product)
+        return product
+
+    def equally_wide(self, first: int, second: int) -> None:
+        """Let two channels be carried together: they are at the same index of tensors that must have equal shapes."""
+        first, second = sorted((first, second))
+        if first <= ZERO:
+            if second > ZERO:
+                self.keep_all([second], "its size is that of a tensor whose channels are always there")
+            return
+        self.carriers.union(first, second)
+        if self.live[first] != self.live[second]:
+            if self.coupling == "stream":
+                self.tied.add(first)
+            self._tie_if_exact(first)
+            self._tie_if_exact(second)
 
     def _tie_if_exact(self, node: int) -> None:
         if self.exact[node]:

@@ -13,6 +13,9 @@ What an attribute counts has to be found too. A forward asks for `self.heads * s
 4 * 12. Then `self.heads` may count blocks of 12 consecutive channels, or `self.head_dim` every twelfth channel:
 whichever is changed makes the size right, and what it counts is removed as a whole. `countings` lists all
 possibilities; those that agree with the rest of the forward are chosen.
+
+A size may also be that of another tensor: `b, n, c = x.shape; y.view(b, n, c)`. Where nothing else works, the channels
+of both are tied, one by one.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from slimstart.graph.solver import Atoms, Solver
 
 Rows = list[list[int]]
 """Nodes in rows; the channels of a row are removed together."""
-Counting = tuple[Attribute, Rows]
-"""An attribute, and the rows that it may count."""
-Counted = dict[Attribute, Rows]
-"""For each attribute that has to change, the rows that it counts."""
+Counting = tuple[Attribute | Dimension, Rows]
+"""An attribute or the size of a tensor, and the rows that it may count; those of a tensor with its own channels."""
+Counted = dict[Attribute | Dimension, Rows]
+"""For each attribute that has to change, the rows that it counts; and the same for sizes of other tensors."""
 
 
 class ReshapeSolver:
@@ -64,12 +67,17 @@ class ReshapeSolver:
         while any(
             [self._violated(layout) for layout in constraints.layouts]
             + [self._count_violated(c) for c in constraints.counts]
+            + [self._number_violated(*number) for number in self.solver.numbers]
         ):
             pass
 
     def attribute_presences(self) -> dict[Attribute, tuple[Presence, ...]]:
         """For every attribute that has to change, when each of the rows that it counts exists."""
-        return {attribute: tuple(when_carried(row[0]) for row in rows) for attribute, rows in self.counted.items()}
+        return {
+            attribute: tuple(when_carried(row[0]) for row in rows)
+            for attribute, rows in self.counted.items()
+            if isinstance(attribute, Attribute)
+        }
 
     # --- sizes after a removal ---------------------------------------------------------------------------------------
 
@@ -143,7 +151,8 @@ class ReshapeSolver:
 
     def _keeps_decided(self, removed: set[int], trial: Counted) -> bool:
         """Whether earlier layouts still work if attributes change that did not have to change for them."""
-        before = (layout for attribute in trial if attribute not in self.counted for layout in self.decided[attribute])
+        new = (it for it in trial if isinstance(it, Attribute) and it not in self.counted)
+        before = (layout for attribute in new for layout in self.decided[attribute])
         return all(self._rectangular(layout, removed, trial) for layout in before)
 
     def _tied(self, blocks: Rows) -> tuple[int, list[set[int]]]:
@@ -163,7 +172,8 @@ class ReshapeSolver:
     def _register(self, trial: Counted, reason: str) -> None:
         """Let attributes count rows, and tie the channels of each row."""
         for attribute, rows in trial.items():
-            self.counted.setdefault(attribute, rows)
+            if isinstance(attribute, Attribute):
+                self.counted.setdefault(attribute, rows)
             for row in rows:
                 self.solver.equalise(map(when_carried, row), reason)
 
@@ -180,12 +190,16 @@ class ReshapeSolver:
         candidates.sort(
             key=lambda dim: sum(len({self.solver.exists(when_carried(n)) for n in row}) > 1 for row in rows[dim])
         )
-        for dim in candidates:
+        for tying, dim in itertools.product((False, True), candidates):
 
             def fits(removed: set[int], trial: Counted, dim: int = dim) -> bool:
                 return self._sizes_fit(layout, dim, rows[dim], removed, trial)
 
-            trial = self._agreement(rows[dim], countings_along(layout, dim), fits)
+            options = list(countings_along(layout, dim))
+            if tying and not any(isinstance(leaf, Dimension) for leaf, _ in options):
+                continue
+            options = [option for option in options if tying or isinstance(option[0], Attribute)]
+            trial = self._agreement(rows[dim], options, fits)
             if trial is not None:
                 for row in rows[dim]:
                     self.solver.equalise(map(when_carried, row), layout.reason)
@@ -254,9 +268,11 @@ class ReshapeSolver:
     def _count(self, count: Count) -> None:
         """Find attributes that make a size the number of its rows, whichever are removed."""
         rows = [list(row) for row in count.rows]
-        trial = self._agreement(
-            rows, countings(count.size, rows), lambda removed, trial: self._count_fits(count, removed, trial)
-        )
+        options = list(countings(count.size, rows))
+        plain = [option for option in options if isinstance(option[0], Attribute)]
+        trial = None
+        for tried in (plain, options) if len(plain) < len(options) else (plain,):
+            trial = trial or self._agreement(rows, tried, lambda out, trial: self._count_fits(count, out, trial))
         self._register(trial or {}, count.reason)
 
     def _count_fits(self, count: Count, removed: set[int], trial: Counted) -> bool:
@@ -269,6 +285,16 @@ class ReshapeSolver:
         for removed in self._samples(nodes, [count.size]):
             if not self._count_fits(count, removed, {}):
                 self._freeze(nodes, [count.size], count.reason)
+                return True
+        return False
+
+    # --- numbers -----------------------------------------------------------------------------------------------------
+
+    def _number_violated(self, expression: Expression, reason: str) -> bool:
+        """Freeze the channels on which a number depends, if it is not the same without some of them."""
+        for removed in self._samples([], [expression]):
+            if self._size(expression, removed, {}) != evaluate(expression, full):
+                self._freeze([], [expression], reason)
                 return True
         return False
 
@@ -303,6 +329,9 @@ def countings(size: Expression | int | None, rows: Rows) -> Iterator[Counting]:
     if isinstance(size, Attribute):
         if size.value == len(rows):
             yield size, rows
+    elif isinstance(size, Dimension):
+        if len(size.nodes) == len(rows):
+            yield size, [row + own for row, own in zip(rows, size.nodes.tolist(), strict=True)]
     elif isinstance(size, Arithmetic) and evaluate(size, full) == len(rows):
         if size.function is operator.add:
             first = evaluate(size.left, full)

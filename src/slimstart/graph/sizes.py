@@ -6,7 +6,7 @@ comes from, the tracer gives the forward `Size` objects in place of plain intege
 expression whose leaves are dimensions of tensors and attributes of modules.
 
 A `Size` that is turned into a float (`c ** -0.5`, `math.sqrt(c)`) is used as a number, not as a shape. A narrow network
-would compute another number, so the dimension must not shrink: `Size` calls `report`.
+would compute another number, so the size must not shrink: `Size` calls `report`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Attribute:
-    """Leaf: an integer attribute of one of the user's modules."""
+    """Leaf: an integer attribute of one of the user's modules, or "name[index]" for an entry of a list or tuple."""
 
     module: str
     name: str
@@ -75,6 +75,15 @@ def leaves(expression: Expression | int) -> list[Dimension | Attribute]:
     if isinstance(expression, Arithmetic):
         return leaves(expression.left) + leaves(expression.right)
     return [expression]
+
+
+def _only_shrinks(expression: Expression | int) -> bool:
+    """Whether an expression is at most what it is in the dense network: no leaf is subtracted or divides."""
+    if isinstance(expression, Arithmetic):
+        divided = expression.function is operator.floordiv and isinstance(expression.right, int)
+        monotone = divided or expression.function in (operator.add, operator.mul)
+        return monotone and _only_shrinks(expression.left) and _only_shrinks(expression.right)
+    return not isinstance(expression, int) or expression >= 0
 
 
 class Size(int):
@@ -144,19 +153,26 @@ class Size(int):
     def __rpow__(self, other: Any, mod: Any = None) -> Any:
         return pow(other, self._number(), mod)
 
-    # The result of a comparison, such as a branch or a minimum width, may differ in a narrow network.
+    # The result of a comparison, such as a branch or a minimum width, may differ in a narrow network; not so if it says
+    # that the size is below a literal, for a size that only shrinks.
+
+    def _compared(self, other: object, below: bool) -> int:
+        literal = isinstance(other, int) and not isinstance(other, Size)
+        if not (below and literal and _only_shrinks(self.expression)):
+            self.report(self.expression)
+        return int(self)
 
     def __lt__(self, other: Any) -> Any:
-        return self._number().__lt__(other)
+        return self._compared(other, below=int.__lt__(self, other) is True).__lt__(other)
 
     def __le__(self, other: Any) -> Any:
-        return self._number().__le__(other)
+        return self._compared(other, below=int.__le__(self, other) is True).__le__(other)
 
     def __gt__(self, other: Any) -> Any:
-        return self._number().__gt__(other)
+        return self._compared(other, below=int.__le__(self, other) is True).__gt__(other)
 
     def __ge__(self, other: Any) -> Any:
-        return self._number().__ge__(other)
+        return self._compared(other, below=int.__lt__(self, other) is True).__ge__(other)
 
     def __int__(self) -> int:
         return int.__int__(self)

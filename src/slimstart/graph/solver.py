@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from slimstart.graph.constraints import CONSTANT, ZERO, Constraints, Presence, UnionFind, when_carried
-from slimstart.graph.sizes import Attribute, leaves
+from slimstart.graph.constraints import CONSTANT, ZERO, Constraints, Layout, Presence, UnionFind, when_carried
+from slimstart.graph.sizes import Attribute, Expression, leaves
 
 Atoms = frozenset[int]
 
@@ -26,6 +26,7 @@ class Solver:
         atoms: ties between filters; `find` gives the root, representing all that are tied.
         frozen: the reason for each root whose filters are always kept.
         fixed_attributes: attributes of modules that must not change, because they are used as numbers.
+        numbers: sizes of tensors and attributes together that are used as numbers, with the reason.
         written: for each root of the carriers, the atoms that write it.
         carried: the same, or None where the carrier always exists.
     """
@@ -35,6 +36,7 @@ class Solver:
         self.atoms = constraints.atoms
         self.frozen: dict[int, str] = {}
         self.fixed_attributes: set[Attribute] = set()
+        self.numbers: list[tuple[Expression, str]] = []
         self.written: dict[int, set[int]] = defaultdict(set)
         self.carried: dict[int, Atoms | None] = {}
         # Caches, valid until the next tie or freeze: a network of a thousand layers asks for a few sets many times.
@@ -174,11 +176,17 @@ class Solver:
             live = constraints.live[node]
             self.freeze(self.written[constraints.carriers.find(node)] if live is None else live, reason)
         for expression, reason in constraints.numbers:
+            kinds = {type(leaf) for leaf in leaves(expression)}
+            if len(kinds) > 1:  # both may shrink, as in the width of heads: `channels // self.heads`
+                self.numbers.append((expression, reason))
+                continue
             for leaf in leaves(expression):
                 if isinstance(leaf, Attribute):
                     self.fixed_attributes.add(leaf)
-                else:
+                elif leaf.nodes.shape[1] == 1:
                     self.freeze_nodes(leaf.nodes.reshape(-1).tolist(), reason)
+                else:  # several channels at each index (the width of heads): along another dimension they can go
+                    constraints.layouts.append(Layout(leaf.nodes, (None, None), frozenset({0}), reason))
         for presences in constraints.together:
             self.equalise(presences, "it is tied to channels that are always there")
         for (name, dim), entries in constraints.entries.items():

@@ -34,7 +34,7 @@ from slimstart.graph.build import build_graph
 from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.constraints import Constraints, ModuleCall, Seen
 from slimstart.graph.rules import rule_for
-from slimstart.graph.sizes import Attribute, Dimension, Shape, Size
+from slimstart.graph.sizes import Dimension, Shape, Size
 from slimstart.graph.tracer import Call, Tracer, bind
 from slimstart.inputs import as_call
 
@@ -129,6 +129,7 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
     Returns:
         The names of the modules that were run, or whose parameters were used without (by a fused layer).
     """
+    copied.train()  # clears what some modules cache in evaluation mode
     copied.train(training)
     named = [*copied.named_parameters(remove_duplicate=False), *copied.named_buffers(remove_duplicate=False)]
     names: dict[int, str] = {}
@@ -143,9 +144,11 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
     for name, module in copied.named_modules():
         if not type(module).__module__.startswith("torch."):
             for attribute, value in list(vars(module).items()):
-                if isinstance(value, int) and not isinstance(value, bool) and int(value) > 0:
-                    size = Size(int(value), Attribute(name, attribute, int(value)), tracer.size_used_as_number)
-                    module.__dict__[attribute] = size
+                if _is_count(value):
+                    module.__dict__[attribute] = tracer.size_of_attribute(name, attribute, value)
+                elif type(value) in (list, tuple) and value and all(map(_is_count, value)):
+                    entries = [tracer.size_of_attribute(name, f"{attribute}[{i}]", v) for i, v in enumerate(value)]
+                    module.__dict__[attribute] = type(value)(entries)
     try:
         with torch.random.fork_rng(devices=cuda_devices(copied)), _listening(tracer, copied):
             outputs = copied(*args, **kwargs)
@@ -159,6 +162,11 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
     return tracer.reached | used
 
 
+def _is_count(value: Any) -> bool:
+    """Whether the value of an attribute may be a number of channels."""
+    return isinstance(value, int) and not isinstance(value, bool) and int(value) > 0
+
+
 def _is_native(module: nn.Module) -> bool:
     """Whether the module is one of PyTorch's own layers, or a subclass with the same forward."""
     base = next((layer for layer in _LAYERS if isinstance(module, layer)), None)
@@ -166,7 +174,13 @@ def _is_native(module: nn.Module) -> bool:
     return unchanged or getattr(type(module), "same_as_base", False) or isinstance(module, nn.SyncBatchNorm)
 
 
+def _is_cache(output: Any) -> bool:
+    """Whether an output is a cache, as of keys and values: state for the next call of the same network."""
+    return any(base.__name__.endswith("Cache") for base in type(output).__mro__)
+
+
 def _tensors_in(outputs: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors of an output, apart from caches: only the network itself reads those, at whatever width it has."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif depth > 0:
@@ -176,6 +190,8 @@ def _tensors_in(outputs: Any, depth: int = 4) -> Iterator[Tensor]:
             inner = list(outputs)
         elif is_dataclass(outputs):
             inner = [getattr(outputs, f.name) for f in fields(outputs)]
+        elif _is_cache(outputs):
+            inner = []
         else:
             inner = list(getattr(outputs, "__dict__", {}).values())
         for item in inner:
@@ -273,6 +289,7 @@ _COSTLY = frozenset(
 )  # counted even where nothing in them can shrink
 
 
+_TAKES_BIAS = frozenset("linear addmm conv1d conv2d conv3d".split())
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 
 
@@ -290,6 +307,8 @@ class _Operations(TorchDispatchMode):
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         tracer.used.update(tracer.names[id(tensor)] for tensor in tensors if id(tensor) in tracer.names)
         name = func._schema.name.removeprefix("aten::")
+        if name not in _TAKES_BIAS:
+            tracer.pin_pieces(tensors)
         if name not in _COSTLY and all(tracer.value(tensor) is None for tensor in tensors):
             return func(*args, **kwargs)
         if name in _RECURRENT:  # PyTorch's module checks sizes against its attributes

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.constraints import Constraints, Seen
-from slimstart.graph.sizes import Expression
+from slimstart.graph.constraints import Constraints, Presence, Seen
+from slimstart.graph.sizes import Attribute, Expression, Size
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +105,7 @@ class Tracer:
         reached: names of all modules that have run.
         used: names of parameters and buffers that have entered an operation.
         values: what is known of each tensor; constants are absent.
+        pieces: for a vector that is concatenated from parameters, the value and length of each.
         written: the function that the user called, which the present operation belongs to, with its arguments.
         decomposing: how many operations are being decomposed, one within the other.
     """
@@ -120,6 +121,7 @@ class Tracer:
     reached: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     values: Any = field(default_factory=WeakTensorKeyDictionary)
+    pieces: Any = field(default_factory=WeakTensorKeyDictionary)
     _serials: Any = field(default_factory=WeakTensorKeyDictionary)
     _count: Iterator[int] = field(default_factory=itertools.count)
     written: tuple[Any, ...] = ()
@@ -148,6 +150,27 @@ class Tracer:
         """The value of a parameter or buffer, possibly reshaped or cut; None otherwise."""
         value = self.value(tensor)
         return value if value is not None and value.source is not None else None
+
+    def is_vector(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one parameter with one dimension, or several that are concatenated."""
+        return tensor.dim() == 1 and (self.parameter(tensor) is not None or tensor in self.pieces)
+
+    def follow_vector(self, tensor: Tensor, presences: Sequence[Presence]) -> None:
+        """Let a vector, for which `is_vector` is true, shrink with the channels to which its entries belong."""
+        value = self.parameter(tensor)
+        pieces = self.pieces[tensor] if value is None else [(value, len(presences))]
+        start = 0
+        for piece, length in pieces:
+            assert piece.source is not None
+            indices = piece.fields[0].reshape(-1).expand(length).tolist()
+            self.constraints.follow(piece.source, 0, indices, presences[start : start + length])
+            start += length
+
+    def pin_pieces(self, tensors: Sequence[Tensor]) -> None:
+        """Keep all entries of concatenated vectors that are used in another way than as a bias."""
+        for tensor in tensors:
+            for piece, _ in self.pieces.get(tensor, ()):
+                self.pin(piece, "it is concatenated")
 
     def seen(self, tensor: Any) -> Seen | None:
         """A tensor as it is now; None for anything else."""
@@ -224,6 +247,8 @@ class Tracer:
                 self.constraints.keep_all(value.nodes, reason)
             elif value is not None:
                 self.pin(value, reason)
+            elif isinstance(tensor, Tensor):
+                self.pin_pieces([tensor])
 
     def pin(self, value: Value, reason: str) -> None:
         """Keep all indices of a parameter, because one of its uses cannot be followed."""
@@ -232,6 +257,10 @@ class Tracer:
         for dim, coordinates in enumerate(value.fields):
             indices = torch.unique(coordinates).tolist()
             self.constraints.follow(value.source, dim, indices, [0] * len(indices))
+
+    def size_of_attribute(self, module: str, name: str, value: int) -> Size:
+        """An integer attribute of one of the user's modules, as a size that remembers this."""
+        return Size(int(value), Attribute(module, name, int(value)), self.size_used_as_number)
 
     def size_used_as_number(self, expression: Expression) -> None:
         self.constraints.used_as_number(expression, self.modules[-1])

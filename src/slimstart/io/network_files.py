@@ -22,6 +22,7 @@ from slimstart.errors import CheckpointError
 from slimstart.io import atomic
 from slimstart.io.files import open_to_read, read_bytes
 from slimstart.narrow.compact import RECORD, Record, tensor_names, tensor_places
+from slimstart.narrow.counts import read_count, write_count
 from slimstart.narrow.removed_layers import replace_module, replacement
 from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, open_port, set_port
 
@@ -58,7 +59,7 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
         "format": _FORMAT,
         "sha256": hashlib.sha256(blob).hexdigest(),
         "dense": {name: list(shape) for name, shape in record.dense.items()},
-        "attributes": [[m, a, int(getattr(network.get_submodule(m), a))] for m, a in record.counted],
+        "attributes": [[m, a, int(read_count(network.get_submodule(m), a))] for m, a in record.counted],
         "ports": {
             name: {
                 "read": None if layer.stream_read is None else layer.stream_read.tolist(),
@@ -142,10 +143,10 @@ def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str
             setattr(network.get_submodule(path), key, fresh)
     for module_name, attribute, value in structure["attributes"]:
         module = network.get_submodule(module_name)
-        dense_value = vars(module).get(attribute)
+        dense_value = read_count(module, attribute)
         if type(dense_value) is not int:  # anything else would change how the module works
             raise ValueError(f"{attribute!r} of {module_name!r} is no number of channels")
-        setattr(module, attribute, _number(value, dense_value))
+        write_count(module, attribute, _number(value, dense_value))
     for name, port in structure["ports"].items():
         layer, most = network.get_submodule(name), max(shapes[f"{name}.weight"])
         width, (first, second) = _number(port["width"], most), port["dims"]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from slimstart.inputs import as_batch
+from slimstart.modes import evaluating
 
 
 def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: Callable[..., Any]) -> int:
@@ -29,23 +30,20 @@ def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: 
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms:
         return 0
-    modes = {m: m.training for m in module.modules()}
     momenta = {norm: norm.momentum for norm in norms}
     seen = 0
-    module.eval()
     try:
-        for batch in batches:
-            for norm in norms:
-                if seen == 0:
-                    norm.reset_running_stats()
-                    norm.momentum = None  # a cumulative average
-                norm.train()
-            with torch.no_grad():
-                loss_fn(module, *as_batch(batch))
-            seen += 1
+        with evaluating(module):
+            for batch in batches:
+                for norm in norms:
+                    if seen == 0:
+                        norm.reset_running_stats()
+                        norm.momentum = None  # a cumulative average
+                    norm.train()
+                with torch.no_grad():
+                    loss_fn(module, *as_batch(batch))
+                seen += 1
     finally:
         for norm, momentum in momenta.items():
             norm.momentum = momentum
-        for m, training in modes.items():
-            m.training = training
     return seen

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.graph import ChannelGraph, Port, Selection
+from slimstart.narrow.counts import write_count
 from slimstart.narrow.removed_layers import PassThrough, modules_of, replacement
 from slimstart.narrow.stream_ports import Dims, Side, close_port, open_port, set_port
 
@@ -91,7 +92,7 @@ def narrow_copy(
         memo[id(tensors[name])] = nn.Parameter(narrow, tensors[name].requires_grad) if is_parameter else narrow
     module = copy.deepcopy(model, memo)
     for owner, attribute, value in attribute_values(selection, plain):
-        setattr(module.get_submodule(owner), attribute, value)
+        write_count(module.get_submodule(owner), attribute, value)
     shapes = {
         name: tuple(dense[name].shape if name in selection.graph.tensors else t.shape) for name, t in tensors.items()
     }

@@ -20,6 +20,7 @@ from slimstart.narrow.compact import (
     tensor_names,
     tensor_places,
 )
+from slimstart.narrow.counts import write_count
 from slimstart.narrow.removed_layers import modules_of, replacement
 from slimstart.narrow.store import Key, Store
 from slimstart.narrow.stream_ports import close_port, set_port
@@ -100,7 +101,7 @@ class Network:
         for name in selection.graph.tensors:
             assign(self.tensor(name), store.read(Key(name), selection, device))
         for owner, attribute, value in attribute_values(selection):
-            change.set(self._modules[owner], attribute, value)
+            change.call(write_count, self._modules[owner], attribute, value)
         self._place_layers(change, selection.graph, device)
         if not in_place:
             change.call(self._renew_dicts)
@@ -110,7 +111,7 @@ class Network:
         for name in selection.graph.tensors:
             change.swap(self.tensor(name), store.read(Key(name), selection, device, plain))
         for owner, attribute, value in attribute_values(selection, plain):
-            change.set(self._modules[owner], attribute, value)
+            change.call(write_count, self._modules[owner], attribute, value)
         change.call(self._renew_dicts)
         for name in ports_in(selection.graph):
             layer = self.ports[name]

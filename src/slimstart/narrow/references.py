@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.graph import ChannelGraph, Selection
+from slimstart.modes import set_modes
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.hooks import remove_hooks
@@ -125,9 +126,7 @@ class ReferenceNetwork(Network):
     @torch.no_grad()
     def synchronise(self, values: Sequence[Tensor]) -> None:
         """Take the training modes of the model, and these values for the buffers that cannot shrink."""
-        for original, own in self._pairs:
-            if own.training is not original.training:  # setting an attribute of a module is far slower than reading it
-                own.training = original.training
+        set_modes((own, original.training) for original, own in self._pairs)
         for number, (value, (owner, key)) in enumerate(zip(values, self._buffers, strict=True)):
             buffer = self.buffer(number)
             if self._seen.get(number) == (id(value), value._version, buffer._version):

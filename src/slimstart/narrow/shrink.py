@@ -17,6 +17,7 @@ from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph, trace
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import tensor_names, tensor_places
+from slimstart.narrow.counts import write_count
 from slimstart.narrow.hooks import hooks_in
 from slimstart.narrow.removed_layers import modules_of, replacement
 
@@ -84,7 +85,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
         for attribute, number in _layer_attributes(path, module, shapes):
             change.set(module, attribute, number)
     for (path, attribute), number in attributes.items():
-        change.set(model.get_submodule(path), attribute, int(number))
+        change.call(write_count, model.get_submodule(path), attribute, int(number))
     for path, num_results in identities.items():
         parent, _, key = path.rpartition(".")
         identity = replacement(model.get_submodule(path), num_results)

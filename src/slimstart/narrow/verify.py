@@ -246,6 +246,7 @@ class _Outcome:
 def _run(model: nn.Module, inputs: Any, training: bool, gradients: bool) -> _Outcome | Exception:
     """Outputs of one forward, and gradients of a fixed function of them."""
     args, kwargs = copy.deepcopy(inputs)
+    model.train()  # clears what some modules cache in evaluation mode
     model.train(training)
     model.zero_grad()
     try:

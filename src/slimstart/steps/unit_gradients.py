@@ -11,6 +11,7 @@ optimizer's step.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -158,12 +159,12 @@ def _unobservable(
 def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any, known: set[str]) -> Iterator[str]:
     """Names of matrices with channels that are used in another way than as the weight of a known layer."""
     places, modules = tensor_places(model), dict(model.named_modules(remove_duplicate=False))
-    uses = _run(model, example_inputs)
+    others = _uses(model, example_inputs)
     for name, parameter in model.named_parameters():
         owners = [modules[path] for path, _ in places[name]]
         if name not in graph.tensors or parameter.dim() < 2 or all(isinstance(o, nn.Embedding) for o in owners):
             continue
-        if all(isinstance(owner, LAYERS) for owner in owners) and (name in known or id(parameter) not in uses.others):
+        if all(isinstance(owner, LAYERS) for owner in owners) and (name in known or name not in others):
             continue  # a known reader, or a layer that only writes, or one that does not mix channels
         yield name
 
@@ -183,16 +184,15 @@ class _Uses(TorchFunctionMode):
         return found
 
 
-def _run(model: nn.Module, example_inputs: Any) -> _Uses:
-    """Find out how a model uses its parameters."""
-    modes = {module: module.training for module in model.modules()}
+def _uses(model: nn.Module, example_inputs: Any) -> set[str]:
+    """Names of the parameters that a model uses in another way than as a layer's weight.
+
+    A copy is run: a forward may leave something in the module, such as a bias that is cached in evaluation mode.
+    """
+    copied = copy.deepcopy(model)
+    copied.eval()
     (args, kwargs), uses = as_call(example_inputs), _Uses()
-    model.eval()
-    try:
-        # With gradients: without them PyTorch fuses some layers (a transformer's), and hides their weights.
-        with torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)), uses:
-            model(*args, **kwargs)
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    return uses
+    # With gradients: without them PyTorch fuses some layers (a transformer's), and hides their weights.
+    with torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(copied)), uses:
+        copied(*args, **kwargs)
+    return {name for name, parameter in copied.named_parameters() if id(parameter) in uses.others}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Layout, OperationCost, Presence, when_carried, when_live
 from slimstart.graph.rules.norms import per_channel_layer
+from slimstart.graph.rules.pointwise import along_dimension
 from slimstart.graph.rules.register import register_rule
 from slimstart.graph.rules.shapes import pairwise
 from slimstart.graph.tracer import Call, Tracer, Value
@@ -56,8 +57,7 @@ def mix(
         constraints.unfollowed.setdefault(tracer.modules[-1], reason)
         return None
     (out_dim, outs), (in_dim, ins) = axes  # type: ignore[misc]
-    bias_value = tracer.parameter(bias)
-    if bias is not None and (bias_value is None or bias_value.source is None or bias.dim() != 1):
+    if bias is not None and not tracer.is_vector(bias):
         tracer.keep_all([tensor, weight, bias], "its bias is computed")
         return None
     module = tracer.boundary(value.source)
@@ -68,9 +68,8 @@ def mix(
     reading = [when(node) if node > ZERO else CONSTANT for node in nodes]
     constraints.follow(value.source, in_dim, ins, reading)
     writing = [when_live(node) for node in outputs]
-    if bias_value is not None and bias_value.source is not None:
-        indices = bias_value.fields[0].reshape(-1).expand(len(outputs)).tolist()
-        constraints.follow(bias_value.source, 0, indices, writing)
+    if bias is not None:
+        tracer.follow_vector(bias, writing)
     if module is not None:
         constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
         constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
@@ -291,16 +290,45 @@ def attention(tracer: Tracer, call: Call) -> None:
             break
         nodes = field.nodes.reshape(field.nodes.shape[heads], -1)
         rows.append(nodes.expand(tensor.shape[heads], -1))
-    fixed_mask = mask is not None and mask.dim() > 2 and mask.shape[-3] > 1
-    if not usable or fixed_mask or (mask is not None and tracer.value(mask) is not None):
+    biases = _head_biases(tracer, mask, rows[0]) if usable else None
+    if biases is None:
         tracer.keep_all([query, key, value, mask], "attention over channels that are not heads")
         return _cost(tracer, total)
     repeats = rows[0].shape[0] // rows[1].shape[0]
     for head in range(rows[1].shape[0]):
-        group = [rows[0][head * repeats : (head + 1) * repeats], rows[1][head], rows[2][head]]
+        mine = slice(head * repeats, (head + 1) * repeats)
+        group = [rows[0][mine], rows[1][head], rows[2][head], torch.tensor(biases[mine], dtype=torch.int64)]
         members = sorted({node for nodes in group for node in nodes.reshape(-1).tolist()})
         tracer.constraints.together.append(tuple(map(when_carried, members)))
     shape = [1] * call.result.dim()
     shape[heads], shape[-1] = call.result.shape[heads], rows[2].shape[1]
     tracer.set(call.result, rows[2].repeat_interleave(repeats, 0).view(shape))
     return _cost(tracer, total, [when_carried(node) for node in rows[0][:, 0].tolist()])
+
+
+def _head_biases(tracer: Tracer, mask: Tensor | None, queries: Tensor) -> list[int] | None:
+    """The nodes of a mask or bias of attention, one per head, none where it is the same for all heads.
+
+    Args:
+        queries: nodes of the queries, one row per head.
+
+    Returns:
+        None if the mask is not followed. Channels of a parameter are followed here.
+    """
+    value = tracer.value(mask)
+    if mask is None:
+        return []
+    if mask.dim() < 3 or mask.shape[-3] == 1:  # the same for all heads
+        if value is not None and value.source is None and value.varies():
+            return None
+        tracer.keep_all([mask], "it is the same for all heads")
+        return []
+    if value is None:
+        return None
+    if value.source is None:
+        return tracer.channels(mask, -3)
+    along = along_dimension(value, mask.dim() - 3, mask.dim())
+    if along is None:
+        return None
+    tracer.constraints.follow(value.source, *along, [when_carried(node) for node in queries[:, 0].tolist()])
+    return []

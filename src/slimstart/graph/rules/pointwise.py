@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.constraints import Layout, when_carried
 from slimstart.graph.rules.register import operation_name, register_rule
-from slimstart.graph.rules.shapes import pairwise
+from slimstart.graph.rules.shapes import move, pairwise
 from slimstart.graph.tracer import Call, Tracer, Value
 
 ADDITIONS = frozenset({"add", "sub", "rsub", "subtract"})
@@ -34,16 +34,26 @@ def pointwise(tracer: Tracer, call: Call) -> None:
         return tracer.keep_all(tensors, f"operation {call.name} has no rule")
     if not followed:
         return _parameters_only(tracer, call, tensors)
+    followed = _without_single_channels(tracer, followed)
     additive = operation_name(call.func) in ADDITIONS
     nodes = _combined(tracer, call, followed, additive)
     if nodes is None:
         return None
     for tensor in tensors:
-        if tensor.numel() > 1 and tracer.activation(tensor) is None:
+        if tensor.numel() > 1 and not any(tensor is other for other in followed):
             nodes = _with_fixed(tracer, nodes, tensor, additive)
     if not keeps_zero(call, followed):
         nodes = changed(tracer, nodes)
     return store(tracer, call, nodes)
+
+
+def _without_single_channels(tracer: Tracer, followed: list[Tensor]) -> list[Tensor]:
+    """The operands apart from single channels that meet all channels of another: those are always kept (a gate)."""
+    single = [t for t in followed if not tracer.activation(t).varies()]  # type: ignore[union-attr]
+    if len(single) == len(followed):
+        return followed
+    tracer.keep_all(single, "it is combined with every channel of another tensor")
+    return [t for t in followed if not any(t is one for one in single)]
 
 
 def keeps_zero(call: Call, followed: list[Tensor]) -> bool:
@@ -107,17 +117,19 @@ def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -
     the channels.
     """
     dims, parameter = nodes.dim(), tracer.parameter(tensor)
-    extent = (1,) * (dims - tensor.dim()) + tensor.shape
+    extent = _extent(tensor, dims)
     met = [d for d in range(dims) if nodes.shape[d] > 1 and extent[d] > 1]
     if not met:
         return nodes
-    along = _along(parameter, met[0], dims) if parameter is not None and len(met) == 1 else None
+    along = along_dimension(parameter, met[0], dims) if parameter is not None and len(met) == 1 else None
     if parameter is not None and along is not None and nodes.numel() == nodes.shape[met[0]]:
         lone = tensor.numel() == nodes.numel() and all(
             live is not None and len(live) <= 1
             for live in map(tracer.constraints.live.__getitem__, nodes.unique().tolist())
         )
-        if lone or not additive:
+        # A bias of attention heads: a head that is dropped has no score, so the bias goes with it.
+        scores = tracer.constraints.products.issuperset(nodes.unique().tolist())
+        if lone or scores or not additive:
             assert parameter.source is not None
             presences = [when_carried(node) for node in nodes.reshape(-1).tolist()]
             tracer.constraints.follow(parameter.source, *along, presences)
@@ -131,7 +143,7 @@ def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -
     return nodes
 
 
-def _along(parameter: Value, dim: int, dims: int) -> tuple[int, list[int]] | None:
+def along_dimension(parameter: Value, dim: int, dims: int) -> tuple[int, list[int]] | None:
     """The dimension of a parameter that lies along `dim`, and its indices there; None if that is not one dimension."""
     fields = [_aligned(f, dims) for f in parameter.fields]
     running = [d for d, f in enumerate(fields) if f.shape[dim] > 1]
@@ -141,14 +153,36 @@ def _along(parameter: Value, dim: int, dims: int) -> tuple[int, list[int]] | Non
 
 
 def _parameters_only(tracer: Tracer, call: Call, tensors: list[Tensor]) -> None:
-    """Follow a function of one parameter, which has the same indices; one of several parameters is not followed."""
-    values = [v for v in map(tracer.parameter, tensors) if v is not None]
-    if len(values) == 1 and sum(t.numel() > 1 for t in tensors) <= 1 and call.result.shape == values[0].shape:
-        if call.result is not call.arguments.get("self"):
-            tracer.values[call.result] = values[0]
+    """Follow a function of one parameter, which has the same indices; what it is combined with has a fixed size.
+
+    Of several parameters, the one with a dimension along which all others are of length one is followed.
+    """
+    dims = call.result.dim()
+    extents = [_extent(t, dims) for t in tensors]
+    values = {i: v for i, v in enumerate(map(tracer.parameter, tensors)) if v is not None}
+    large = [i for i, tensor in enumerate(tensors) if tensor.numel() > 1]
+    own = [
+        i for i in values
+        if any(extents[i][d] > 1 and all(extents[j][d] == 1 for j in large if j != i) for d in range(dims))
+    ]  # fmt: skip
+    main = next(iter(values)) if len(values) == 1 and len(large) <= 1 else own[0] if len(own) == 1 else None
+    for i, value in values.items():
+        if i != main:
+            tracer.pin(value, "it is computed with before it is used")
+    if main is None:
         return
-    for value in values:
-        tracer.pin(value, "it is computed with before it is used")
+    value = values[main]
+    fields = tuple(_aligned(f, dims) for f in value.fields)
+    for source_dim, field in enumerate(fields):  # indices that lie along a dimension of fixed size cannot go
+        if any(field.shape[d] > 1 and extents[j][d] > 1 for j in large if j != main for d in range(dims)):
+            indices = field.unique().tolist()
+            tracer.constraints.follow(value.source or "", source_dim, indices, [0] * len(indices))
+    if call.result is not call.arguments.get("self"):
+        tracer.values[call.result] = Value(fields, call.result.shape, value.source)
+
+
+def _extent(tensor: Tensor, dims: int) -> tuple[int, ...]:
+    return (1,) * (dims - tensor.dim()) + tuple(tensor.shape)
 
 
 def pass_through(tracer: Tracer, call: Call, source: Any, zero_preserving: bool) -> None:
@@ -173,6 +207,31 @@ def like(tracer: Tracer, call: Call) -> None:
     """New tensors of the same shape, which shrink together with it."""
     if tracer.activation(call.subject) is not None:
         pass_through(tracer, call, call.subject, zero_preserving=False)
+
+
+@register_rule("expand_as", "view_as", "reshape_as")
+def as_other(tracer: Tracer, call: Call) -> None:
+    """Operations that take their sizes from another tensor, so that both must be equally wide."""
+    before, after = _extent(call["self"], call.result.dim()), call.result.shape
+    value, other = tracer.activation(call["self"]), tracer.activation(call["other"])
+    if call.name == "expand_as" and other is not None and (value is None or not value.varies()):
+        stretched = [d for d in other.varies() if before[d] == 1]
+        if tracer.parameter(call["self"]) is None and stretched == other.varies():
+            tracer.keep_all([call["self"]], "it is combined with every channel of another tensor")
+            return tracer.set(call.result, changed(tracer, other.nodes))
+    move(tracer, call)
+    if tracer.parameter(call["self"]) is not None:
+        return None
+    moved = tracer.activation(call.result)
+    constant = torch.zeros((1,) * len(after), dtype=torch.int64)
+    fields = [constant if found is None else found.nodes for found in (moved, other)]
+    for dim in range(len(after)):
+        free = call.name == "expand_as" and before[dim] == 1  # it is stretched to any size
+        if not free and any(field.shape[dim] > 1 for field in fields):
+            first, second = (field.movedim(dim, 0).flatten(1)[:, 0].expand(after[dim]).tolist() for field in fields)
+            for pair in set(zip(first, second, strict=True)):
+                tracer.constraints.equally_wide(*pair)
+    return None
 
 
 @register_rule("to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision")

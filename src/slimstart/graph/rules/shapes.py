@@ -70,9 +70,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 @register_rule("permute", "transpose", "t", "numpy_T", "mT", "matrix_H", "swapaxes", "movedim", "moveaxis", "flip")
-@register_rule(
-    "squeeze", "unsqueeze", "flatten", "expand_as", "view_as", "reshape_as", "repeat", "tile", "repeat_interleave"
-)
+@register_rule("squeeze", "unsqueeze", "flatten", "repeat", "tile", "repeat_interleave")
 @register_rule("diagonal", "atleast_1d", "atleast_2d", "atleast_3d", "ravel", "swapdims")
 def move(tracer: Tracer, call: Call) -> None:
     """Operations without sizes: permutations, flattening, repetition."""
@@ -179,7 +177,7 @@ def cut(tracer: Tracer, call: Call) -> None:
 
 @register_rule("select", "index_select", "index", "gather", "roll", "unfold", "take_along_dim")
 def pick(tracer: Tracer, call: Call) -> None:
-    """Operations that take fixed positions; no channel can be removed where they do."""
+    """Operations that take fixed positions; no channel can be removed along the dimensions where they do."""
     value, tensor = tracer.value(call["self"]), call["self"]
     if value is None:  # a constant is indexed by an activation
         return tracer.keep_all([t for t in tree_flatten(call.arguments)[0] if isinstance(t, Tensor)], "it is an index")
@@ -191,8 +189,14 @@ def pick(tracer: Tracer, call: Call) -> None:
         touched = [d % tensor.dim() for d in call["dims"]] or list(range(tensor.dim()))
     else:
         touched = [call.arguments.get("dim", call.arguments.get("dimension")) % tensor.dim()]
-    if value.source is None and any(dim in value.varies() for dim in touched):
-        tracer.constraints.keep_all(value.nodes, f"fixed positions of it are taken ({call.name})")
+    fixed = [dim for dim in value.varies() if dim in touched] if value.source is None else []
+    reason = f"fixed positions of it are taken ({call.name})"
+    # The index tensor of `gather` has a size along every dimension, so no other dimension can shrink.
+    if fixed and (len(fixed) == len(value.varies()) or call.name in ("gather", "take_along_dim")):
+        tracer.constraints.keep_all(value.nodes, reason)
+    elif fixed:  # (3, heads, width): the pieces shrink inside
+        sizes: list[Expression | int | None] = [None] * len(value.shape)
+        tracer.constraints.layouts.append(_layout(value.nodes, sizes, reason, rigid=tuple(fixed)))
     moved = _move(tracer, call)
     if moved is not None and moved.source is None and len(moved.varies()) > 1:
         tracer.constraints.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is indexed"))
@@ -218,6 +222,10 @@ def unbind(tracer: Tracer, call: Call) -> None:
 def concatenate(tracer: Tracer, call: Call) -> None:
     """Concatenation: along channels the result has those of all pieces; along another dimension they are added."""
     tensors, result = call["tensors"], call.result
+    parameters = [tracer.parameter(tensor) for tensor in tensors]
+    if result.dim() == 1 and call.name != "stack" and all(value is not None for value in parameters):
+        tracer.pieces[result] = list(zip(parameters, [tensor.shape[0] for tensor in tensors], strict=True))
+        return
     for tensor in tensors:
         if (parameter := tracer.parameter(tensor)) is not None:
             tracer.pin(parameter, "it is concatenated")

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from slimstart.flop_counter import evaluating
 from slimstart.lab.data import ImageData
+from slimstart.modes import evaluating
 from slimstart.steps.depthwise_mode import AllWidths
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.errors import CheckpointError
-from slimstart.flop_counter import counting, evaluating
+from slimstart.flop_counter import counting
 from slimstart.graph import trace
 from slimstart.lab.methods import PRUNERS, ROUNDS, slimming, soft_filter
 from slimstart.lab.methods.pruning import Trained, even_rounds
@@ -24,6 +24,7 @@ from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run.fixed import Stage, Staged
 from slimstart.lab.run.method import Batch, Loss
 from slimstart.lab.run.train_cost import Ledger, formula_flops
+from slimstart.modes import evaluating
 from slimstart.narrow import compact, recalibrate
 from slimstart.policies import BoundBudget
 

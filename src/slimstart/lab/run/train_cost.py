@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimstart.flop_counter import counting, evaluating
+from slimstart.flop_counter import counting
 from slimstart.inputs import as_call
+from slimstart.modes import evaluating
 
 
 def formula_flops(forward: float, backward: float) -> float:

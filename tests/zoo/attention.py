@@ -1,0 +1,269 @@
+"""Attention as the models of torchvision, timm and transformers write it, each in one small network."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Residual(nn.Module):
+    """One attention layer with a residual connection, without normalisation."""
+
+    def __init__(self, attention, channels=5, dim=12, num_classes=3):
+        super().__init__()
+        self.inp = nn.Linear(channels, dim)
+        self.attention = attention(dim)
+        self.out = nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        x = self.inp(x)
+        y = self.attention(x)
+        y, *state = y if isinstance(y, tuple) else (y,)
+        x = self.out(F.gelu(x + y))
+        return (x, *state) if state else x
+
+
+class ComparesHeadWidth(nn.Module):
+    """Grouped queries (Llama, Mistral, Qwen): the code compares the width of the heads to choose a kernel."""
+
+    def __init__(self, dim, heads=4, groups=2, width=6):
+        super().__init__()
+        self.repeats, self.width = heads // groups, width
+        self.q_proj = nn.Linear(dim, heads * width)
+        self.k_proj = nn.Linear(dim, groups * width)
+        self.v_proj = nn.Linear(dim, groups * width)
+        self.o_proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], -1, self.width)
+        q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if not (k.shape[-1] == v.shape[-1] <= 256 and v.size(-1) >= 2):
+            raise ValueError("no kernel for this width")
+        scale = q.shape[-1] ** -0.5
+        y = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+class Indexed(nn.Module):
+    """Queries, keys and values taken from one tensor by index (torchvision's Swin, CaiT)."""
+
+    def __init__(self, dim, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        qkv = self.qkv(x).reshape(b, n, 3, self.heads, self.width).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        attn = ((q * self.width**-0.5) @ k.transpose(-2, -1)).softmax(-1)
+        return self.proj((attn @ v).transpose(1, 2).flatten(2))
+
+
+class InputWidth(nn.Module):
+    """The width of the input is that of all heads together (timm, torchvision's Swin, PVT)."""
+
+    def __init__(self, dim, heads=4):
+        super().__init__()
+        self.num_heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        qkv = self.qkv(x).reshape(b, n, 3, self.num_heads, c // self.num_heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        attn = ((q * (c // self.num_heads) ** -0.5) @ k.transpose(-2, -1)).softmax(-1)
+        return self.proj((attn @ v).transpose(1, 2).reshape(b, n, c))
+
+
+class JoinedBias(nn.Module):
+    """Queries and values have a bias, keys have zeros (BEiT, EVA-02, Swin v2)."""
+
+    def __init__(self, dim, heads=4, width=3):
+        super().__init__()
+        self.width = width
+        self.qkv = nn.Linear(dim, 3 * heads * width, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(heads * width))
+        self.v_bias = nn.Parameter(torch.zeros(heads * width))
+        self.register_buffer("k_bias", torch.zeros(heads * width), persistent=False)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        qkv = F.linear(x, self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))
+        q, k, v = qkv.reshape(b, n, 3, -1, self.width).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, -1))
+
+
+class FlatBatchNorm(nn.Module):
+    """A linear layer with batch normalisation over tokens (LeViT)."""
+
+    def __init__(self, fan_in, fan_out):
+        super().__init__()
+        self.linear = nn.Linear(fan_in, fan_out, bias=False)
+        self.bn = nn.BatchNorm1d(fan_out)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return self.bn(x.flatten(0, 1)).reshape_as(x)
+
+
+class CachedBias(nn.Module):
+    """A bias for each head and distance, cached in evaluation mode until `train()` is called (LeViT, TinyViT)."""
+
+    def __init__(self, dim, tokens=6, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = FlatBatchNorm(dim, 3 * heads * width)
+        self.proj = FlatBatchNorm(heads * width, dim)
+        self.attention_biases = nn.Parameter(torch.zeros(heads, tokens))
+        positions = torch.arange(tokens)
+        self.register_buffer("distances", (positions[:, None] - positions).abs(), persistent=False)
+        self.cached = {}
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode:
+            self.cached = {}
+        return self
+
+    def biases(self, device):
+        if self.training:
+            return self.attention_biases[:, self.distances]
+        if device not in self.cached:
+            self.cached[device] = self.attention_biases[:, self.distances]
+        return self.cached[device]
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        qkv = self.qkv(x).view(b, n, self.heads, -1).split([self.width, self.width, self.width], dim=3)
+        q, k, v = (t.permute(0, 2, 1, 3) for t in qkv)
+        attn = q @ k.transpose(-2, -1) * self.width**-0.5 + self.biases(x.device)
+        y = (attn.softmax(dim=-1) @ v).transpose(1, 2).reshape(b, n, self.heads * self.width)
+        return self.proj(F.hardswish(y))
+
+
+class BiasTable(nn.Module):
+    """A table of biases by relative position, with a column for each head, and a mask (Swin, BEiT)."""
+
+    def __init__(self, dim, tokens=6, heads=4, width=3, fused=True):
+        super().__init__()
+        self.heads, self.width, self.fused = heads, width, fused
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+        self.table = nn.Parameter(torch.zeros(2 * tokens - 1, heads))
+        positions = torch.arange(tokens)
+        self.register_buffer("index", positions[:, None] - positions + tokens - 1)
+        self.register_buffer("window", torch.where((positions[:, None] - positions).abs() > 3, -100.0, 0.0))
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, -1, self.width).permute(2, 0, 3, 1, 4)
+        bias = self.table[self.index.view(-1)].view(n, n, -1).permute(2, 0, 1).contiguous().unsqueeze(0)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias + self.window)
+        else:
+            attn = q @ k.transpose(-2, -1) + bias
+            attn = attn.view(b, 1, self.heads, n, n) + self.window[None, None, None]
+            y = attn.view(-1, self.heads, n, n).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class BucketEmbedding(nn.Module):
+    """Two layers that share an embedding of distances, one column for each head (T5)."""
+
+    def __init__(self, dim, tokens=6, heads=4, width=3):
+        super().__init__()
+        self.width = width
+        self.distances = nn.Embedding(tokens, heads)
+        self.qkv = nn.ModuleList(nn.Linear(dim, 3 * heads * width) for _ in range(2))
+        self.proj = nn.ModuleList(nn.Linear(heads * width, dim) for _ in range(2))
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        positions = torch.arange(n, device=x.device)
+        bias = self.distances((positions[:, None] - positions).abs()).permute(2, 0, 1).unsqueeze(0)
+        for qkv, proj in zip(self.qkv, self.proj, strict=True):
+            q, k, v = (t.view(b, n, -1, self.width).transpose(1, 2) for t in qkv(x).chunk(3, -1))
+            x = x + proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+        return x
+
+
+class FlatNormStream(nn.Module):
+    """Residual layers that normalise in two dimensions and take their shape from before."""
+
+    def __init__(self, dim=12, depth=2, num_classes=3):
+        super().__init__()
+        self.stem = FlatBatchNorm(5, dim)
+        self.layers = nn.ModuleList(
+            nn.Sequential(FlatBatchNorm(dim, 2 * dim), nn.Hardswish(), FlatBatchNorm(2 * dim, dim))
+            for _ in range(depth)
+        )
+        self.gate = nn.Linear(dim, 1)
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        x = x * torch.sigmoid(self.gate(x))
+        return self.head(x.mean(1))
+
+
+class ExpandedGate(nn.Module):
+    """A map with one channel scales every channel, and so does a constant; both are expanded first."""
+
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
+        self.gate = nn.Conv2d(8, 1, 7, padding=3)
+        self.conv2 = nn.Conv2d(8, 12, 3, padding=1)
+        self.head = nn.Linear(12, num_classes)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = x * torch.sigmoid(self.gate(x)).expand_as(x)
+        ramp = torch.linspace(0, 1, x.shape[-1], device=x.device, dtype=x.dtype)
+        x = F.relu(self.conv2(x * ramp.view(1, 1, 1, -1).expand_as(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class MixedKernels(nn.Module):
+    """Depthwise convolutions of several sizes on parts of the channels; the widths are in a list or tuple (MixNet)."""
+
+    def __init__(self, kind, dim=12, num_classes=10):
+        super().__init__()
+        self.stem = nn.Conv2d(3, dim, 3, padding=1)
+        self.splits = kind((dim // 2, dim // 4, dim - dim // 2 - dim // 4))
+        self.kernels = nn.ModuleList(
+            nn.Conv2d(c, c, k, padding=k // 2, groups=c) for c, k in zip(self.splits, (1, 3, 5), strict=True)
+        )
+        self.last = nn.Conv2d(dim, dim, 1)
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        parts = torch.split(F.relu(self.stem(x)), self.splits, 1)
+        x = torch.cat([kernel(part) for kernel, part in zip(self.kernels, parts, strict=True)], 1)
+        return self.head(F.relu(self.last(x)).mean((2, 3)))
+
+
+class KeyValueCache:
+    def __init__(self):
+        self.layers = []
+
+    def update(self, keys, values):
+        self.layers.append((keys, values))
+        return keys, values
+
+
+class Cached(Indexed):
+    """A decoder that also returns its keys and values, in a cache."""
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        cache = KeyValueCache()
+        q, k, v = (t.view(b, n, -1, self.width).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        k, v = cache.update(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2)), cache
