@@ -42,6 +42,7 @@ class Solver:
         # Caches, valid until the next tie or freeze: a network of a thousand layers asks for a few sets many times.
         self._roots: dict[Atoms, Atoms | None] = {}
         self._table: list[Atoms | None] = []
+        self._without_ports: list[Atoms | None] = []
         self._solve_carriers()
 
     # --- ties and frozen filters -----------------------------------------------------------------------------------
@@ -93,6 +94,8 @@ class Solver:
         There, a depthwise convolution or a normalisation is as wide as its input, so the carriers on both sides are
         one.
         """
+        if self._without_ports:
+            return self._without_ports
         merged = UnionFind()
         merged.parent = list(self.constraints.carriers.parent)
         for first, second in self.constraints.same_width:
@@ -105,12 +108,13 @@ class Solver:
             if atoms is None:
                 always.add(root)
         sets = {root: None if root in always else self.roots(frozenset(atoms)) for root, atoms in written.items()}
-        return [sets[merged.find(node)] for node in range(len(merged.parent))]
+        self._without_ports = [sets[merged.find(node)] for node in range(len(merged.parent))]
+        return self._without_ports
 
     def _forget(self) -> None:
         """Clear the caches."""
         self._roots.clear()
-        self._table = []
+        self._table, self._without_ports = [], []
 
     def roots(self, atoms: Atoms | None) -> Atoms | None:
         """The roots of a set of writers; None if one of them is always kept."""

@@ -207,7 +207,7 @@ def _listening(tracer: Tracer, model: nn.Module) -> Iterator[None]:
     def enter(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         tracer.modules.append(name)
         tracer.reached.add(name)
-        first_arguments.append(tracer.seen(args[0]) if args else None)
+        first_arguments.append(tracer.seen(args[0]) if args and tracer.count_costs else None)
 
     def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name, before = tracer.modules.pop(), first_arguments.pop()

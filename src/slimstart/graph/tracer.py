@@ -176,10 +176,11 @@ class Tracer:
         """A tensor as it is now; None for anything else."""
         if not isinstance(tensor, Tensor):
             return None
-        if tensor not in self._serials:
-            self._serials[tensor] = next(self._count)
+        serial: int | None = self._serials.get(tensor)
+        if serial is None:
+            serial = self._serials[tensor] = next(self._count)
         value = self.activation(tensor)
-        return Seen(self._serials[tensor], tensor.shape, None if value is None else value.nodes)
+        return Seen(serial, tensor.shape, None if value is None else value.nodes)
 
     def set(self, tensor: Tensor, nodes: Tensor) -> None:
         """Set the nodes of a tensor: a field with its number of dimensions, of length one where nothing changes."""
