@@ -189,8 +189,8 @@ class SparseTraining(Stepping):
                 default, the length of the first tensor in the batch.
 
         Raises:
-            NonFiniteLossError: a loss is NaN or infinite; weights, statistics and the structure are those before the
-                step.
+            NonFiniteLossError: a loss is NaN or infinite, or, in eager steps with `max_grad_norm`, the norm of the
+                gradients; weights, statistics and the structure are those before the step.
         """
         self._ready()
         self._check()
@@ -221,13 +221,18 @@ class SparseTraining(Stepping):
             self.num_examples,
             references=self._networks.references.of_draw(snapshot=False) if self.needs_reference else (),
             statistics=self._networks.statistics,
-            check=lambda losses: check_finite(self.num_steps, *losses, unchanged=self._unchanged),
+            check=self._check_losses,
+            check_norm=partial(self._check_losses, names=("norm of the gradients",)),
             kernels=self._kernels,
         )
         self.num_examples = found.num_examples
         if self._structure.gradients is None:
             self._structure.learn(found.losses)
         return result
+
+    def _check_losses(self, losses: Sequence[Tensor] | Tensor, **names: Any) -> None:
+        numbers = [losses] if isinstance(losses, Tensor) else losses
+        check_finite(self.num_steps, *numbers, unchanged=self._unchanged, weights=self.model.parameters(), **names)
 
     def _find_captured(self, steps: Steps, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         if self.needs_reference:
@@ -269,6 +274,9 @@ class SparseTraining(Stepping):
                     "the order of `references()`"
                 )
         detached = [torch.as_tensor(one).detach() for one in losses]
+        if any(one.numel() != 1 for one in detached):
+            raise TypeError(f"`loss` has the shape {tuple(detached[0].shape)}; losses must be scalars")
+        detached = [one.reshape(()) for one in detached]
         found = self.process_group.average_step(self.model, detached, count)
         if self._structure.learns_from_losses:
             check_finite(self.num_steps, *found.losses, unchanged="keep-probabilities are")

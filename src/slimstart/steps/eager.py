@@ -41,6 +41,7 @@ def run_step(
     references: Iterable[nn.Module] = (),
     statistics: Sequence[Tensor] = (),
     check: Callable[[Sequence[Tensor]], None] | None = None,
+    check_norm: Callable[[Tensor], None] | None = None,
     kernels: AbstractContextManager[object] = nullcontext(),  # noqa: B008  # it has no state
 ) -> tuple[Any, Averages]:
     """Train a network on one batch.
@@ -55,34 +56,36 @@ def run_step(
         references: networks that see the same batch, one after the other, without gradients.
         statistics: buffers that are restored if `check` refuses the losses.
         check: raises a `NonFiniteLossError` for losses that must not be trained on.
+        check_norm: the same for the norm of the gradients, where they are clipped.
         kernels: context of the forwards.
 
     Returns:
         The result of the loss function, detached, and the losses of all networks, averaged over processes.
     """
-    with undoing_statistics(statistics), reporting():
-        with kernels:
-            loss, more = loss_of(loss_fn(network, *batch))
-            reference_losses = [forward_only(loss_fn, net, batch) for net in references]
-        found = process_group.average_step(network, [loss, *reference_losses], num_examples)
-        if check is not None:
-            check(found.losses)
-    with reporting():
-        backward(loss if found.weight == 1 else found.weight * loss)
+    with undoing_statistics(statistics):
+        with reporting():
+            with kernels:
+                loss, more = loss_of(loss_fn(network, *batch))
+                reference_losses = [forward_only(loss_fn, net, batch) for net in references]
+            found = process_group.average_step(network, [loss, *reference_losses], num_examples)
+            if check is not None:
+                check(found.losses)
+        with reporting():
+            backward(loss if found.weight == 1 else found.weight * loss, check_norm)
     return as_returned(found.losses[0].detach(), more), found
 
 
 def loss_of(result: Any) -> tuple[Tensor, Any]:
-    """The loss, and the other result of a loss function, or `NOTHING`.
+    """The loss, and the other result of a loss function, or `NOTHING`; a tensor with one element is a scalar.
 
     Raises:
-        TypeError: the loss is no scalar tensor.
+        TypeError: the loss is no tensor with one element.
     """
     loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, NOTHING)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         described = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"`loss_fn` returned {described}; it must return a scalar tensor, or (scalar tensor, anything)")
-    return loss, more
+    return loss.reshape(()), more
 
 
 def as_returned(loss: Tensor, more: Any, copy: bool = False) -> Any:
@@ -98,19 +101,32 @@ def forward_only(loss_fn: LossFunction, net: nn.Module, batch: Sequence[Any]) ->
         return loss_of(loss_fn(net, *batch))[0]
 
 
-def check_finite(step: int, *losses: Tensor | float, unchanged: str) -> None:
+def check_finite(
+    step: int,
+    *losses: Tensor | float,
+    unchanged: str,
+    weights: Iterable[Tensor] = (),
+    names: Sequence[str] = ("loss", "reference loss"),
+) -> None:
     """Refuse a loss (the first) or a reference loss (the others) that is NaN or infinite.
 
     Args:
         step: number of the step, for the message.
         unchanged: subject and verb of what has not been updated, for the message.
+        weights: of the network; the message says if they are not finite.
+        names: of the first number and of the others.
 
     Raises:
         NonFiniteLossError: a loss is NaN or infinite.
     """
-    for which, loss in zip(("loss", *["reference loss"] * len(losses)), losses, strict=False):
+    for which, loss in zip((names[0], *[names[-1]] * len(losses)), losses, strict=False):
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         if not math.isfinite(value):
+            if any(not bool(torch.isfinite(weight).all()) for weight in weights):
+                raise NonFiniteLossError(
+                    f"the {which} is {value} at step {step}, because weights are not finite since an earlier step. Go "
+                    "back to a checkpoint, and lower the learning rate or clip gradients (`max_grad_norm`)"
+                )
             raise NonFiniteLossError(
                 f"the {which} is {value} at step {step}; {unchanged} as before. "
                 "Lower the learning rate, clip gradients, or go back to a checkpoint"
@@ -150,12 +166,12 @@ class Backward:
         if self.scaler is not None and not self.scaler.is_enabled():
             object.__setattr__(self, "scaler", None)
 
-    def __call__(self, loss: Tensor) -> None:
-        """Update the weights."""
+    def __call__(self, loss: Tensor, check_norm: Callable[[Tensor], None] | None = None) -> None:
+        """Update the weights, unless `check_norm` refuses the norm of the gradients, where they are clipped."""
         self.gradients(loss)
         for optimizer in self.optimizers:
             complete_momentum(optimizer)  # a parameter may have been unfrozen
-        self.step(torch.isfinite(loss.detach()))
+        self.step(torch.isfinite(loss.detach()), check_norm)
 
     def gradients(self, loss: Tensor) -> None:
         """Replace the gradients by those of a loss."""
@@ -163,11 +179,12 @@ class Backward:
             optimizer.zero_grad(set_to_none=True)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def step(self, ok: Tensor) -> None:
+    def step(self, ok: Tensor, check_norm: Callable[[Tensor], None] | None = None) -> None:
         """Clip the gradients and let the optimizers step.
 
         Args:
             ok: whether the loss is finite; for `also`.
+            check_norm: called before any optimizer steps; not with a scaler, which skips such steps itself.
         """
         if self.max_grad_norm is not None:
             if self.scaler is not None:
@@ -176,7 +193,9 @@ class Backward:
             parameters = [
                 p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
             ]
-            torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            if check_norm is not None and self.scaler is None:
+                check_norm(norm)
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()
