@@ -3,7 +3,9 @@
 import copy
 import hashlib
 import io
+import itertools
 import json
+import os
 import pickle
 from collections.abc import Callable
 from functools import cache
@@ -373,6 +375,43 @@ def structure_of(path: Path) -> dict[str, Any]:
 
 def write_structure(path: Path, structure: Any) -> None:
     path.with_suffix(".json").write_text(json.dumps(structure))
+
+
+class Killed(BaseException):
+    """A kill: nothing is written or renamed after it."""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_saving_over_an_older_network_is_decided_by_one_rename(
+    saved: Path, at: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory, count = ZOO["resnet_basic"].factory, itertools.count()
+    old, new = slimstart.load(saved, factory), slimstart.load(saved, factory)
+    with torch.no_grad():
+        for weight in new.parameters():
+            weight.add_(1.0)
+    replace = os.replace
+
+    def killed(*arguments: Any, **settings: Any) -> None:
+        number = next(count)
+        if number > at or (number == at and when == "before"):
+            raise Killed
+        replace(*arguments, **settings)
+        if number == at:
+            raise Killed
+
+    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(os, "unlink", killed)
+    with pytest.raises(Killed):
+        slimstart.save(new, saved)
+    monkeypatch.undo()
+    expected = new if at == 2 or (at == 1 and when == "after") else old
+    found = slimstart.load(saved, factory)
+    for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a, b)
+    slimstart.save(old, saved)
+    assert torch.equal(next(slimstart.load(saved, factory).parameters()), next(old.parameters()))
 
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])

@@ -37,8 +37,16 @@ def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     return tensors, tensors.with_suffix(".json")
 
 
+def _pending(structure_path: Path, sha256: str) -> Path:
+    """A structure file that belongs to the tensors with this hash, until it has its own name."""
+    return structure_path.with_name(f"{structure_path.stem}.{sha256[:16]}.json")
+
+
 def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a finished network to `path` (.safetensors) and its structure to a .json file next to it; both atomically.
+    """Write a finished network to `path` (.safetensors) and its structure to a .json file next to it.
+
+    At any moment, `load` finds the old network or the new one: the structure is written under another name, and gets
+    its own when the tensors have theirs.
 
     Args:
         network: a result of `finish`, `snapshot` or `compact`.
@@ -73,8 +81,14 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     }
     structure["digest"] = _digest(structure)
     tensors_path, structure_path = _paths(path)
-    atomic.write(tensors_path, blob)
-    atomic.write(structure_path, (json.dumps(structure, indent=1) + "\n").encode())
+    pending = _pending(structure_path, hashlib.sha256(blob).hexdigest())
+    atomic.write(pending, (json.dumps(structure, indent=1) + "\n").encode())
+    try:
+        atomic.write(tensors_path, blob)  # decides: from now on the pending structure belongs to the tensors
+    except BaseException:
+        pending.unlink(missing_ok=True)
+        raise
+    pending.replace(structure_path)
 
 
 def _digest(structure: dict[str, Any]) -> str:
@@ -101,15 +115,10 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
             blob = file.read()
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
-    try:
-        structure = json.loads(read_bytes(structure_path, _MAX_STRUCTURE))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(structure_path)!r} cannot be read: {error}") from error
-    if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
-        raise CheckpointError(f"{structure_path.name!r} is not a structure file of slimstart ({_FORMAT!r})")
-    if structure.get("digest") != _digest(structure):
-        raise CheckpointError(f"{structure_path.name!r} has been modified after it was written")
-    if hashlib.sha256(blob).hexdigest() != structure.get("sha256"):
+    sha256 = hashlib.sha256(blob).hexdigest()
+    pending = _pending(structure_path, sha256)
+    structure = _read_structure(pending if pending.exists() else structure_path)
+    if sha256 != structure.get("sha256"):
         raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
     network = model_factory()
     try:
@@ -119,6 +128,18 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     except Exception as error:  # whatever a changed structure leads to
         raise CheckpointError(f"{os.fspath(path)!r} does not fit what `model_factory` builds: {error}") from error
     return network
+
+
+def _read_structure(path: Path) -> dict[str, Any]:
+    try:
+        structure = json.loads(read_bytes(path, _MAX_STRUCTURE))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
+        raise CheckpointError(f"{path.name!r} is not a structure file of slimstart ({_FORMAT!r})")
+    if structure.get("digest") != _digest(structure):
+        raise CheckpointError(f"{path.name!r} has been modified after it was written")
+    return structure
 
 
 @torch.no_grad()
