@@ -230,6 +230,26 @@ def test_wrong_usage_is_one_line_and_status_2(slimstart: Slimstart, arguments: l
         assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["train", *TINY, "--out", ""], ["train", "--out="], ["report", ".", "--out", ""]])
+def test_an_empty_value_is_refused(slimstart: Slimstart, tmp_path: Path, words: list[str]) -> None:
+    status, _, errors = slimstart(*words)
+    assert (status, errors) == (2, "error: --out is empty; give it a value, or leave it out\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_termination_before_the_training_is_reported(tmp_path: Path) -> None:
+    process = command("train", *TINY, "--out", tmp_path / "run")
+    while not (tmp_path / "run").exists():  # it is locked, and the training is prepared
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, output
+    assert "stopped by SIGTERM" in output
+    assert "Traceback" not in output
+    assert not Run(tmp_path / "run").exists
+
+
 def test_failures_have_status_1(slimstart: Slimstart, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, message in [

@@ -1,12 +1,18 @@
 """The program `slimstart`: its commands, and its errors: one readable line that says what to do.
 
-Exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -60,12 +66,50 @@ def main() -> None:
     handler.setFormatter(SafeFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler], level="WARNING")
     try:
-        app(arguments, prog_name="slimstart")
+        _refuse_empty(arguments)
+        with _terminable():
+            app(arguments, prog_name="slimstart")
+    except _Terminated:
+        # Under torchrun this is what a process gets when another one has failed.
+        errors.print("stopped by SIGTERM; a run goes on from its last checkpoint, if it has one, with --resume")
+        sys.exit(128 + signal.SIGTERM)
     except Exception as error:
         if debug:
             raise
         errors.print(f"error: {_one_line(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, ConfigError | BudgetError) else 1)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuse empty values: `--out ""` would be the current folder."""
+    for option, value in itertools.pairwise([*arguments, "-"]):
+        if option.startswith("--") and (value == "" or option.endswith("=")):
+            raise ConfigError(f"{option.removesuffix('=')} is empty; give it a value, or leave it out")
+
+
+class _Terminated(BaseException):
+    """SIGTERM, where no training handles it: before its first step, or the second time."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise `_Terminated` in this process on SIGTERM, so that it says so, and cleans up."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    process = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != process:  # a worker, which inherits the handler
+            os.kill(os.getpid(), number)
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _one_line(error: Exception) -> str:
