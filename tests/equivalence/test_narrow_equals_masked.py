@@ -584,6 +584,7 @@ def test_heads_go_with_their_keys_and_values(name, coupling):
         ("cached_bias", "attention.qkv.linear", 4),
         ("input_width", "attention.qkv", 4),
         ("joined_bias", "attention.qkv.weight", 4),
+        ("zero_bias", "attention.qkv", 4),
         ("bias_table", "attention.qkv", 4),
         ("bias_table_fused", "attention.qkv", 4),
         ("bucket_embedding", "attention.qkv.1", 4),

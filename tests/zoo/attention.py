@@ -190,6 +190,23 @@ class BucketEmbedding(nn.Module):
         return x
 
 
+class ZeroBias(nn.Module):
+    """A bias of zeros for each head is created, and a mask is added to it (T5's attention between two sequences)."""
+
+    def __init__(self, dim, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        bias = torch.zeros((1, self.heads, n, n), dtype=x.dtype, device=x.device)
+        bias = bias + torch.full((n, n), -1.0, dtype=x.dtype, device=x.device).triu(1)[None, None]
+        q, k, v = (t.view(b, n, -1, self.width).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+
 class FlatNormStream(nn.Module):
     """Residual layers that normalise in two dimensions and take their shape from before."""
 

@@ -43,6 +43,7 @@ def build_graph(constraints: Constraints, model: nn.Module, reasons: Mapping[str
     solver.apply_constraints()
     reshapes = ReshapeSolver(solver)
     reshapes.solve()
+    solver.freeze_unwritten()
     sizes = {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
     tensors = {
         (name, dim): axis_presences(constraints, name, dim, sizes[name][dim]) for name, dim in constraints.entries

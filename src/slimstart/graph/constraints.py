@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slimstart.graph.sizes import Expression
+from slimstart.graph.sizes import Attribute, Expression
 
 CONSTANT = 0  # the node of inputs, of parameters that are added, of everything that is not followed: always there
 ZERO = 1  # the node of zero channels that are padded: always there, and neutral in an addition
@@ -183,6 +183,7 @@ class Constraints:
     calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
     numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes that must not change
     products: set[int] = field(default_factory=set)  # nodes of products of channels, as the scores of attention heads
+    unwritten: dict[Attribute, range] = field(default_factory=dict)  # atoms of tensors created with a size, see `sized`
     unfollowed: dict[str, str] = field(default_factory=dict)  # module or parameter -> reason
 
     def __post_init__(self) -> None:
@@ -192,6 +193,7 @@ class Constraints:
         self._sums: dict[tuple[int, int], int] = {}
         self._layer_outputs: dict[tuple[str, int, int], int] = {}
         self._written: dict[tuple[str, int, bool], dict[int, int]] = defaultdict(dict)
+        self._sized: dict[Attribute, list[int]] = {}
         for live in (None, frozenset[int]()):
             self.new_node(live, exact=False)
 
@@ -227,6 +229,21 @@ class Constraints:
         nodes = [known[index] for index in indices]
         self.follow(parameter, dim, indices, [when_live(node) for node in nodes])
         return nodes
+
+    def sized(self, attribute: Attribute) -> list[int]:
+        """The nodes of a tensor that is created with an attribute as its size: they exist as the attribute counts.
+
+        They have atoms of their own, which no parameter writes. Those that are not tied to filters are always kept.
+        """
+        if attribute not in self.unwritten:
+            first, size = len(self.atoms.parent), attribute.value
+            self.atoms.parent.extend(range(first, first + size))
+            self.unwritten[attribute] = range(first, first + size)
+            nodes = [self.new_node(frozenset({atom}), exact=True) for atom in range(first, first + size)]
+            self._sized[attribute] = nodes
+            rows = tuple((node,) for node in nodes)
+            self.counts.append(Count(rows, attribute, "a tensor is created with a fixed size"))
+        return self._sized[attribute]
 
     def layer_output(self, module: str, index: int, node: int) -> int:
         """The node that a depthwise layer or a normalisation writes at `index`, from `node`."""

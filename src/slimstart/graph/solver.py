@@ -199,6 +199,12 @@ class Solver:
                 for presences in index_presences(constraints, name, dim).values():
                     self.equalise(presences, f"{name} is shared with a layer whose channels cannot be removed")
 
+    def freeze_unwritten(self) -> None:
+        """Always keep channels that are created with a size and are not tied to those of a parameter."""
+        written = {self.atoms.find(atom) for atoms in self.constraints.writers.values() for atom in atoms}
+        for atoms in self.constraints.unwritten.values():
+            self.freeze((a for a in atoms if self.atoms.find(a) not in written), "it is created with a fixed size")
+
     def freeze_nodes(self, nodes: Iterable[int], reason: str) -> None:
         """Always keep the filters that write the carriers of these nodes."""
         for node in set(nodes):

@@ -289,6 +289,7 @@ _COSTLY = frozenset(
 )  # counted even where nothing in them can shrink
 
 
+_CREATING = frozenset("zeros ones full empty rand randn".split())
 _TAKES_BIAS = frozenset("linear addmm conv1d conv2d conv3d".split())
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 
@@ -309,7 +310,8 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name not in _TAKES_BIAS:
             tracer.pin_pieces(tensors)
-        if name not in _COSTLY and all(tracer.value(tensor) is None for tensor in tensors):
+        created = name in _CREATING and any(isinstance(leaf, Size) for leaf in tree_flatten(tracer.written)[0])
+        if name not in _COSTLY and not created and all(tracer.value(tensor) is None for tensor in tensors):
             return func(*args, **kwargs)
         if name in _RECURRENT:  # PyTorch's module checks sizes against its attributes
             tracer.keep_all(tensors, f"it enters a recurrent layer ({name})")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Count, Layout, when_carried
 from slimstart.graph.rules.register import register_rule
-from slimstart.graph.sizes import Expression, Size
+from slimstart.graph.sizes import Attribute, Expression, Size
 from slimstart.graph.tracer import Call, Tracer, Value, compress
 
 
@@ -47,6 +47,15 @@ def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
         if list(map(int, row)) == sizes:
             return list(map(_expression, row))
     return list(sizes)
+
+
+@register_rule("zeros", "ones", "full", "empty", "rand", "randn")
+def create(tracer: Tracer, call: Call) -> None:
+    """New tensors: a dimension whose size is an attribute (`torch.zeros(1, self.heads, n, n)`) shrinks with that."""
+    sizes = _all_as_written(call, list(call.result.shape))
+    followed = [dim for dim, size in enumerate(sizes) if not isinstance(size, int)]
+    if len(followed) == 1 and isinstance(size := sizes[followed[0]], Attribute) and size.value > 1:
+        tracer.set_channels(call.result, followed[0], tracer.constraints.sized(size))
 
 
 def _tuples(rows: Tensor) -> tuple[tuple[int, ...], ...]:
