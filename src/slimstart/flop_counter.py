@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from slimstart.inputs import as_call
-from slimstart.modes import evaluating
+from slimstart.modes import evaluating, without_gradients
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -63,6 +63,6 @@ def flops(model: nn.Module, example_inputs: Any) -> int:
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
     """
     args, kwargs = as_call(example_inputs)
-    with evaluating(model), torch.no_grad(), counting() as count:
+    with evaluating(model), without_gradients(model), counting() as count:
         model(*args, **kwargs)
     return count.total

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -28,3 +29,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         set_modes(modes)
+
+
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Compute no gradients within this context.
+
+    Unlike `torch.no_grad` alone, it also covers views of parameters (a class token that is expanded): those still say
+    that they require gradients, but have none, and PyTorch's `FlopCounterMode` fails on them.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

@@ -585,6 +585,7 @@ def test_heads_go_with_their_keys_and_values(name, coupling):
         ("input_width", "attention.qkv", 4),
         ("joined_bias", "attention.qkv.weight", 4),
         ("zero_bias", "attention.qkv", 4),
+        ("class_token", "layers.0.q", 4),
         ("bias_table", "attention.qkv", 4),
         ("bias_table_fused", "attention.qkv", 4),
         ("bucket_embedding", "attention.qkv.1", 4),

@@ -627,6 +627,15 @@ def test_flops_of_attention() -> None:
     assert slimstart.flops(Attention(), {"query": query, "key": key, "value": value}) == expected
 
 
+def test_flops_with_a_class_token() -> None:
+    """A view of a parameter is given to a module, and still says that it requires gradients."""
+    model = ZOO["class_token"].factory()
+    model.head.weight.requires_grad_(False)
+    layer = 12 * 12 + 2 * 7 * 12 * 12 + 2 * 7 * 12 + 12 * 12  # queries, keys and values, two products, projection
+    assert slimstart.flops(model, torch.randn(2, 6, 5)) == 2 * (6 * 5 * 12 + 2 * layer + 12 * 3)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.weight"]
+
+
 def test_flops_of_pytorchs_attention_layer() -> None:
     layer = nn.MultiheadAttention(16, 4, batch_first=True)
     x = torch.zeros(2, 6, 16)

@@ -195,6 +195,7 @@ ZOO: dict[str, Entry] = {
     "split_list": Entry(partial(attention.MixedKernels, list), _image, 0.95),
     "split_tuple": Entry(partial(attention.MixedKernels, tuple), _image, 0.95),
     "zero_bias": Entry(partial(attention.Residual, attention.ZeroBias), _sequence, 0.95),
+    "class_token": Entry(attention.ClassToken, _sequence, 0.95),
     "key_value_cache": Entry(partial(attention.Residual, attention.Cached), _sequence, 0.95),
     # odd
     "shared_conv": Entry(odd.SharedConv, _image),

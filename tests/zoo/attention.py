@@ -207,6 +207,42 @@ class ZeroBias(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
 
 
+class ClassAttention(nn.Module):
+    """Attention of the class token to all tokens (CaiT)."""
+
+    def __init__(self, dim, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.q = nn.Linear(dim, heads * width)
+        self.k = nn.Linear(dim, heads * width)
+        self.v = nn.Linear(dim, heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x, token):
+        b = x.shape[0]
+        x = torch.cat((token, x), 1)
+        q = self.q(x[:, 0]).unsqueeze(1).reshape(b, 1, self.heads, self.width).permute(0, 2, 1, 3)
+        k, v = (layer(x).reshape(b, -1, self.heads, self.width).permute(0, 2, 1, 3) for layer in (self.k, self.v))
+        return token + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, 1, -1))
+
+
+class ClassToken(nn.Module):
+    """A class token that is expanded and given to the modules that change it."""
+
+    def __init__(self, dim=12, num_classes=3):
+        super().__init__()
+        self.inp = nn.Linear(5, dim)
+        self.token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.layers = nn.ModuleList(ClassAttention(dim) for _ in range(2))
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        x, token = self.inp(x), self.token.expand(x.shape[0], -1, -1)
+        for layer in self.layers:
+            token = layer(x, token)
+        return self.head(token[:, 0])
+
+
 class FlatNormStream(nn.Module):
     """Residual layers that normalise in two dimensions and take their shape from before."""
 

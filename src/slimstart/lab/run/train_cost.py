@@ -21,7 +21,7 @@ from torch import nn
 
 from slimstart.flop_counter import counting
 from slimstart.inputs import as_call
-from slimstart.modes import evaluating
+from slimstart.modes import evaluating, without_gradients
 
 
 def formula_flops(forward: float, backward: float) -> float:
@@ -107,7 +107,7 @@ def first_layers(model: nn.Module, example_inputs: Any) -> FirstLayers:
 def layer_flops(model: nn.Module, example_inputs: Any) -> dict[str, int]:
     """FLOPs of one forward of every convolution and linear layer."""
     args, kwargs = as_call(example_inputs)
-    with evaluating(model), torch.no_grad(), counting() as count:
+    with evaluating(model), without_gradients(model), counting() as count:
         model(*args, **kwargs)
     layers = [name for name, module in model.named_modules() if name and _num_filters(module)]
     return {name: count.of_module(f"{type(model).__name__}.{name}") for name in layers}
