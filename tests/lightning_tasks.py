@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from slimstart import EqualWorth, Flops
 from slimstart.integrations.lightning import Slimming
 
-SEARCHING = EqualWorth(align=1, resample_every=2, rounds=12, rate=1.0, pull=0.0)  # changes up to step 24
+SEARCHING = EqualWorth(align=1, search_steps=24, rounds=12, rate=1.0, pull=0.0)  # changes up to step 24
 STEPS = 10  # in an epoch
 
 

@@ -100,6 +100,8 @@ def test_resuming_is_exact(epochs: int, shuffle: bool, tmp_path: Path, differenc
     torch.manual_seed(0)
     whole, slimming = Task(), Slimming(Flops(0.25), SEARCHING)
     trainer(tmp_path, Saving(tmp_path), slimming=slimming).fit(whole, loader(shuffle), loader())
+    saved = torch.load(tmp_path / f"step={epochs * STEPS}.ckpt", weights_only=True)["callbacks"][slimming.state_key]
+    assert saved["sparse"]["settled"] is (epochs == 3)  # the first two are in the search
     torch.manual_seed(5)  # another process starts with other weights
     resumed = Task()
     run = trainer(tmp_path)

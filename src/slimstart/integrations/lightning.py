@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from slimstart.flop_counter import flops
 from slimstart.integrations.trainers import (
+    LoadHook,
     example_of,
     fit_to,
     narrow_part,
@@ -113,7 +114,7 @@ class Slimming(Callback):
                 own = module.state_dict()
                 state_dict.update({key: own[key] for key, _ in tensors_in(state_dict) if key in own})
 
-        self._hook = pl_module.register_load_state_dict_pre_hook(load)
+        self._hook = pl_module.register_load_state_dict_pre_hook(LoadHook(load))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the hook of `setup`."""

@@ -66,7 +66,7 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     structure = {
         "format": _FORMAT,
         "sha256": hashlib.sha256(blob).hexdigest(),
-        "dense": {name: list(shape) for name, shape in record.dense.items()},
+        "dense": {name: list(shape) for name, shape in record.dense.items() if name not in own},
         "attributes": [[m, a, int(read_count(network.get_submodule(m), a))] for m, a in record.counted],
         "ports": {
             name: {

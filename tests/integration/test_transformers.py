@@ -1,0 +1,208 @@
+"""SlimmingCallback in trainings with Hugging Face's Trainer, and folders of narrow models."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slimstart
+from slimstart import EqualWorth, Flops, SparseTraining, flops
+from slimstart.errors import CheckpointError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from slimstart.integrations.transformers import SlimmingCallback, from_pretrained, save_pretrained  # noqa: E402
+from tests.transformers_cases import MODELS, SEARCHING, STEPS, Ordered, dataset, trainer  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+ROOT = Path(__file__).parents[2]
+Differences = Callable[[Any, Any], list[str]]
+
+
+def example(kind: str = "bert") -> dict[str, Any]:
+    rows = dataset(kind)[:2]
+    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+
+
+def ratio(model: Any, kind: str = "bert") -> float:
+    return flops(model, example(kind)) / flops(MODELS[kind](), example(kind))
+
+
+def weights(model: Any) -> dict[str, Any]:
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_are_trained_saved_and_read(kind: str, tmp_path: Path, differences: Differences) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    run = trainer(model, tmp_path, kind)
+    run.train()
+    assert run.state.global_step == STEPS
+    assert ratio(model, kind) <= 0.7
+    save_pretrained(model, tmp_path / "small")
+    for read in (from_pretrained(tmp_path / "small"), from_pretrained(tmp_path / "small", type(model))):
+        assert type(read) is type(model)
+        assert differences(weights(read), weights(model)) == []
+        inputs = example(kind)
+        assert torch.equal(read(**inputs).logits, model.eval()(**inputs).logits)
+
+
+def test_a_uniform_structure_is_in_the_config(tmp_path: Path, differences: Differences) -> None:
+    """Then transformers reads the folder by itself."""
+    model = MODELS["bert"]()
+    kept = [f"bert.encoder.layer.{i}.{part}" for i in (0, 1) for part in ("attention", "output")] + ["bert.pooler"]
+    graph = slimstart.trace(model, example(), keep=kept)
+    group = graph.costs.unit_group
+    mask = torch.cat([torch.arange(n) < n // 2 for n in torch.bincount(group).tolist()])
+    model = slimstart.compact(model, graph.select(mask))
+    assert [layer.intermediate.dense.out_features for layer in model.bert.encoder.layer] == [32, 32]
+    save_pretrained(model, tmp_path / "small")
+    assert not (tmp_path / "small" / "model.json").exists()
+    read = type(model).from_pretrained(tmp_path / "small")
+    assert read.config.intermediate_size == 32
+    assert differences(weights(read), weights(model)) == []
+    assert differences(weights(from_pretrained(tmp_path / "small")), weights(model)) == []
+
+
+@pytest.mark.parametrize("steps", [6, 10, 26])
+def test_resuming_is_exact(steps: int, tmp_path: Path, differences: Differences) -> None:
+    torch.manual_seed(0)
+    whole = MODELS["bert"]()
+    trainer(whole, tmp_path / "whole", save_strategy="steps", save_steps=steps, max_grad_norm=0.5).train()
+    saved = torch.load(tmp_path / "whole" / f"checkpoint-{steps}" / "slimstart.pt", weights_only=True)
+    assert saved["settled"] is (steps == 26)
+    torch.manual_seed(5)
+    resumed = MODELS["bert"]()
+    run = trainer(resumed, tmp_path / "whole", max_grad_norm=0.5)
+    run.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{steps}"))
+    assert run.state.global_step == STEPS
+    assert differences(weights(resumed), weights(whole)) == []
+
+
+def test_resuming_from_a_folder_elsewhere(tmp_path: Path, differences: Differences) -> None:
+    torch.manual_seed(0)
+    whole = MODELS["bert"]()
+    trainer(whole, tmp_path / "out", save_strategy="steps", save_steps=10).train()
+    moved = shutil.copytree(tmp_path / "out" / "checkpoint-10", tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"SlimmingCallback\("):
+        trainer(MODELS["bert"](), tmp_path / "other").train(resume_from_checkpoint=str(moved))
+    resumed, slimming = MODELS["bert"](), SlimmingCallback(Flops(0.7), SEARCHING, checkpoint=moved)
+    trainer(resumed, tmp_path / "other", slimming=slimming).train(resume_from_checkpoint=str(moved))
+    assert differences(weights(resumed), weights(whole)) == []
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path, differences: Differences) -> None:
+    options = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 4, "eval_steps": 4}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "early", "save_total_limit": 2}
+    model = MODELS["bert"]()
+    run = trainer(model, tmp_path, **options)
+    evaluate = run.evaluate
+
+    def early(*args: Any, **kwargs: Any) -> Any:  # the best checkpoint is one of the search
+        return {**evaluate(*args, **kwargs), "eval_early": -abs(run.state.global_step - 8)}
+
+    run.evaluate = early
+    run.args.greater_is_better = True
+    run.train()
+    best = Path(run.state.best_model_checkpoint)
+    assert best.name == "checkpoint-8"
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    assert differences(weights(from_pretrained(best)), weights(model)) == []
+    assert ratio(model) <= 0.7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bf16": True}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 1e-3}, {"optim": "sgd"}],
+    ids=str,
+)
+def test_arguments_of_the_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    model, slimming = MODELS["bert"](), SlimmingCallback(Flops(0.7), SEARCHING)
+    run = trainer(model, tmp_path, slimming=slimming, **options)
+    run.train()
+    assert slimming.sparse is not None
+    assert slimming.sparse.num_steps == run.state.global_step == STEPS // options.get("gradient_accumulation_steps", 1)
+    assert ratio(model) <= 0.7
+
+
+def test_the_log_has_the_flops_and_the_phase(tmp_path: Path) -> None:
+    run = trainer(MODELS["bert"](), tmp_path, logging_steps=2)
+    run.train()
+    found = [(entry["phase"], entry["flops_ratio"]) for entry in run.state.log_history if "phase" in entry]
+    assert found[0][0] == "search"
+    assert found[-1][0] == "fixed"
+    assert found[-1][1] <= 0.7
+
+
+def test_a_policy_that_learns_from_losses_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sparse\.update\(\*trainer\.losses\)"):
+        SlimmingCallback(Flops(0.5), "paper")
+
+
+def test_the_lines_for_the_papers_policy(tmp_path: Path) -> None:
+    """What the error says to write."""
+    model = MODELS["bert"]()
+
+    class Own(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            loss = model(**inputs).loss
+            reference = sparse.reference(**inputs).loss.detach() if sparse.needs_reference else None
+            self.losses = loss.detach(), reference
+            return loss
+
+    class Update(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            sparse.update(*run.losses)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sparse = SparseTraining(model, optimizer, example(), Flops(0.7), total_steps=STEPS, policy="paper")
+    run = trainer(model, tmp_path, slimming=Update(), cls=Own, optimizers=(optimizer, None))
+    run.train()
+    assert sparse.num_steps == STEPS
+    assert ratio(sparse.finish()) <= 0.7
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no config"):
+        from_pretrained(tmp_path)
+
+
+def test_the_default_policy_needs_no_settings(tmp_path: Path) -> None:
+    model = MODELS["bert"]()
+    trainer(model, tmp_path, slimming=SlimmingCallback(Flops(0.6), EqualWorth())).train()
+    assert ratio(model) <= 0.6
+
+
+def test_two_processes_equal_one(tmp_path: Path, differences: Differences) -> None:
+    folders = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.transformers_cases", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert differences(dict(first), dict(second)) == []
+    torch.manual_seed(0)
+    model = MODELS["bert"]().double()
+    trainer(model, tmp_path, cls=Ordered).train()
+    for name, value in weights(model).items():
+        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import transformers_training
+
+    tiny = ["--width", "32", "--epochs", "1", "--batch-size", "200", "--out", str(tmp_path)]
+    transformers_training.main(tiny)
+    accuracy, share = map(float, re.findall(r"finished: (\S+) % at (\S+)%", capsys.readouterr().out)[0])
+    assert share <= 60
+    assert accuracy > 15  # chance is 10
