@@ -664,3 +664,25 @@ def test_the_cost_table_agrees_with_the_count() -> None:
     for mask in torch.rand(3, sparse.graph.num_units) < 0.5:
         narrow = slimstart.compact(dense, sparse.graph.select(mask))
         assert slimstart.flops(narrow, example) == Flops(1.0).bind(sparse.graph.costs).cost(mask)
+
+
+class PostNorm(nn.Module):
+    """Its last layer writes some channels of a stream that keeps its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back, self.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.back(self.wide(x).relu()))
+
+
+def test_a_snapshot_with_ports_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = PostNorm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparse = slimstart.SparseTraining(model, optimizer, torch.randn(2, 16), slimstart.Flops(0.5), total_steps=50)
+    small = sparse.snapshot()
+    assert any(isinstance(module, StreamPort) for module in small.modules())
+    slimstart.save(small, tmp_path / "small")
+    x = torch.randn(4, 16)
+    assert torch.equal(slimstart.load(tmp_path / "small", PostNorm)(x), model(x))
