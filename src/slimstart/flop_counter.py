@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from slimstart.devices import evaluating, without_gradients
 from slimstart.inputs import as_call
-from slimstart.modes import evaluating, without_gradients
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from slimstart.devices import evaluating
 from slimstart.inputs import as_batch
-from slimstart.modes import evaluating
 
 
 def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: Callable[..., Any]) -> int:

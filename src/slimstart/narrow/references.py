@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from slimstart.devices import set_modes
 from slimstart.graph import ChannelGraph, Selection
-from slimstart.modes import set_modes
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.hooks import remove_hooks

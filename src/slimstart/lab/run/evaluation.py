@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimstart.devices import evaluating
 from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from slimstart.lab.data import ImageData
-from slimstart.modes import evaluating
 from slimstart.steps.depthwise_mode import AllWidths
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimstart.devices import evaluating
 from slimstart.errors import CheckpointError
 from slimstart.flop_counter import counting
 from slimstart.graph import trace
@@ -24,7 +25,6 @@ from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run.fixed import Stage, Staged
 from slimstart.lab.run.method import Batch, Loss
 from slimstart.lab.run.train_cost import Ledger, formula_flops
-from slimstart.modes import evaluating
 from slimstart.narrow import compact, recalibrate
 from slimstart.policies import BoundBudget
 

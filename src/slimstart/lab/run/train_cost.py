@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slimstart.devices import evaluating, without_gradients
 from slimstart.flop_counter import counting
 from slimstart.inputs import as_call
-from slimstart.modes import evaluating, without_gradients
 
 
 def formula_flops(forward: float, backward: float) -> float:
