@@ -53,6 +53,8 @@ def build_graph(constraints: Constraints, model: nn.Module, reasons: Mapping[str
         axes[tuple(map(when_carried, port.nodes))] = None
     for cost in constraints.costs:
         axes.update(dict.fromkeys(cost.factors))
+    for _, presences in constraints.over_channels.values():
+        axes[presences] = None
     groups = solver.guarantee_channels(list(axes))
     removable = find_removable(solver, model, reasons)
     return _write_graph(solver, groups, tensors, reshapes.attribute_presences(), model, removable)
@@ -168,6 +170,10 @@ def _write_graph(
     for key, (found, dense) in (layers | users).items():
         if (axis := tables.axis(found)) is not None:
             counted[key] = Counter(axis, tables.carried_axis(found), dense)
+    over_channels = {}
+    for call, (dim, presences) in constraints.over_channels.items():
+        if (axis := tables.axis(presences)) is not None:
+            over_channels[call] = (dim, axis)
 
     flops = [(tables.term(cost.coefficient, cost.factors), cost) for cost in constraints.costs]
     params: dict[str, Term | int] = {}
@@ -237,6 +243,8 @@ def _write_graph(
         coverage=shrinking / max(1, sum(totals)),
         layers=tuple(one.layer for one in removable_layers),
         not_removable=not_removable,
+        norms=constraints.norms,
+        over_channels=over_channels,
     )
 
 

@@ -118,6 +118,9 @@ class ChannelGraph:
         layers: the layers that can go as a whole, in network order; in that of `costs.layers`, too.
         not_removable: {name: reason} for layers that cannot.
         removed: the layers that are gone from this graph, see `without`.
+        norms: "keep" or "shrink", as for `trace`.
+        over_channels: for every call of a norm or a mean over channels that shrink, their dimension, counted from the
+            end, and their axis. A call is known by the mode (whether training), the module, and its number there.
     """
 
     coupling: str
@@ -134,6 +137,8 @@ class ChannelGraph:
     layers: tuple[RemovableLayer, ...] = ()
     not_removable: Mapping[str, str] = field(default_factory=dict)
     removed: tuple[RemovableLayer, ...] = ()
+    norms: str = "keep"
+    over_channels: Mapping[tuple[bool, str, int], tuple[int, int]] = field(default_factory=dict)
 
     @property
     def num_units(self) -> int:
@@ -143,7 +148,8 @@ class ChannelGraph:
     def digest(self) -> str:
         """A hash of what the units mean, to tell whether a mask belongs to this graph."""
         meaning = [(group.name, group.units.start, group.units.stop, group.layers) for group in self.groups]
-        return hashlib.sha256(repr((self.coupling, meaning)).encode()).hexdigest()[:16]
+        mode = (self.coupling, self.norms) if self.over_channels else (self.coupling,)
+        return hashlib.sha256(repr((*mode, meaning)).encode()).hexdigest()[:16]
 
     def without(self, names: Iterable[str]) -> ChannelGraph:
         """The graph of the network without some layers. Units keep their numbers, so masks serve both graphs.
@@ -188,6 +194,7 @@ class ChannelGraph:
             costs=costs,
             layers=tuple(layer for layer in self.layers if layer.name not in wanted),
             removed=(*self.removed, *gone),
+            over_channels={key: found for key, found in self.over_channels.items() if stays(key[1])},
         )
 
     def units_along(self, axis: int) -> Tensor:

@@ -130,6 +130,13 @@ class ModuleCall:
     after: Seen | None
 
 
+CallKey = tuple[bool, str, int]
+"""Whether the model is in training mode, a module, and the number of the call among those that run directly in it."""
+
+ChannelsOfCall = tuple[int, tuple[Presence, ...]]
+"""The channel dimension of an operation's input, counted from the end, and when each channel exists."""
+
+
 class UnionFind:
     """Disjoint sets of integers, growing on demand."""
 
@@ -157,9 +164,15 @@ class UnionFind:
 
 @dataclass
 class Constraints:
-    """Everything that is recorded in one trace. `coupling` decides what an addition does."""
+    """Everything that is recorded in one trace.
+
+    `coupling` decides what an addition does, `norms` what an operation does whose result depends on the number of its
+    channels.
+    """
 
     coupling: str
+    norms: str = "keep"
+    whole_norms: frozenset[CallKey] = frozenset()  # calls that need all their channels, although norms shrink
     atoms: UnionFind = field(default_factory=UnionFind)
     writers: dict[tuple[str, int], range] = field(default_factory=dict)  # (parameter, dim) -> its atoms
     layers: dict[tuple[str, int], str] = field(default_factory=dict)  # (parameter, dim) -> the layer of these atoms
@@ -180,6 +193,9 @@ class Constraints:
     writes: dict[str, PortNodes] = field(default_factory=dict)
     layer_attributes: dict[tuple[str, str], tuple[Presence, ...]] = field(default_factory=dict)
     same_width: list[tuple[int, int]] = field(default_factory=list)  # input and output of depthwise layers and norms
+    normed: set[int] = field(default_factory=set)  # nodes whose number an operation divides by
+    over_channels: dict[CallKey, ChannelsOfCall] = field(default_factory=dict)  # these operations
+    added_parameters: dict[int, str] = field(default_factory=dict)  # nodes that are kept unless they are normed
     calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
     numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes that must not change
     products: set[int] = field(default_factory=set)  # nodes of products of channels, as the scores of attention heads
@@ -349,8 +365,32 @@ class Constraints:
             if node > ZERO:
                 self.frozen.setdefault(node, reason)
 
+    def normalise(self, call: CallKey, dim: int, nodes: Iterable[int]) -> tuple[Presence, ...]:
+        """Record an operation whose result depends on the number of its channels: only those that exist may count.
+
+        Args:
+            dim: their dimension, counted from the end.
+        """
+        nodes = tuple(nodes)
+        self.normed.update(node for node in nodes if node > ZERO)
+        presences = tuple(map(when_carried, nodes))
+        self.over_channels[call] = dim, presences
+        return presences
+
     def used_as_number(self, expression: Expression, module: str) -> None:
         self.numbers.append((expression, f"its size is used as a number in {module or 'the forward'}"))
+
+    def merged_carriers(self) -> UnionFind:
+        """The carriers of a network without ports.
+
+        There, a depthwise convolution or a normalisation is as wide as its input, so the carriers on both sides are
+        one.
+        """
+        merged = UnionFind()
+        merged.parent = list(self.carriers.parent)
+        for first, second in self.same_width:
+            merged.union(first, second)
+        return merged
 
     # --- layers ----------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ class Solver:
         numbers: sizes of tensors and attributes together that are used as numbers, with the reason.
         written: for each root of the carriers, the atoms that write it.
         carried: the same, or None where the carrier always exists.
+        normed: roots of the carriers that are normalised over, with those that are equally wide in a network without
+            ports. All writers of one share one mask, so whatever is carried is live.
     """
 
     def __init__(self, constraints: Constraints) -> None:
@@ -39,6 +41,7 @@ class Solver:
         self.numbers: list[tuple[Expression, str]] = []
         self.written: dict[int, set[int]] = defaultdict(set)
         self.carried: dict[int, Atoms | None] = {}
+        self.normed: set[int] = set()
         # Caches, valid until the next tie or freeze: a network of a thousand layers asks for a few sets many times.
         self._roots: dict[Atoms, Atoms | None] = {}
         self._table: list[Atoms | None] = []
@@ -74,7 +77,8 @@ class Solver:
         node, live = divmod(presence, 2)
         if node <= ZERO:
             return None
-        return self.roots(self.constraints.live[node] if live else self.carried[self.constraints.carriers.find(node)])
+        carrier = self.constraints.carriers.find(node)
+        return self.roots(self.constraints.live[node] if live and carrier not in self.normed else self.carried[carrier])
 
     def exists_table(self) -> list[Atoms | None]:
         """`exists` of every presence, by its number."""
@@ -83,8 +87,10 @@ class Solver:
         find = self.constraints.carriers.find
         table: list[Atoms | None] = [None, None] * (ZERO + 1)
         for node in range(ZERO + 1, len(self.constraints.live)):
-            table.append(self.roots(self.carried[find(node)]))
-            table.append(self.roots(self.constraints.live[node]))
+            carrier = find(node)
+            carried = self.roots(self.carried[carrier])
+            table.append(carried)
+            table.append(carried if carrier in self.normed else self.roots(self.constraints.live[node]))
         self._table = table
         return table
 
@@ -96,10 +102,7 @@ class Solver:
         """
         if self._without_ports:
             return self._without_ports
-        merged = UnionFind()
-        merged.parent = list(self.constraints.carriers.parent)
-        for first, second in self.constraints.same_width:
-            merged.union(first, second)
+        merged = self.constraints.merged_carriers()
         written: dict[int, set[int]] = defaultdict(set)
         always = {merged.find(CONSTANT), merged.find(ZERO)}
         for carrier, atoms in self.carried.items():
@@ -163,6 +166,27 @@ class Solver:
             if (carrier in tied and (carrier in required or carrier in always)) or (carrier in required and alone):
                 self.freeze(atoms, required.get(carrier, "it is tied to channels that are always there"))
             self.carried[carrier] = None if carrier in required or carrier in always else frozenset(atoms)
+        self._solve_normed(always, required)
+        for node, reason in constraints.added_parameters.items():
+            if find(node) not in self.normed:
+                self.freeze(constraints.live[node] or (), reason)
+
+    def _solve_normed(self, always: set[int], required: Mapping[int, str]) -> None:
+        """Tie all writers of what is normalised over."""
+        if not self.constraints.normed:
+            return
+        merged = self.constraints.merged_carriers()
+        streams = {merged.find(node) for node in self.constraints.normed}
+        members: dict[int, list[int]] = defaultdict(list)
+        for carrier in self.carried:
+            if merged.find(carrier) in streams:
+                members[merged.find(carrier)].append(carrier)
+        for carriers in members.values():
+            self.normed.update(carriers)
+            atoms = set[int]().union(*(self.written[carrier] for carrier in carriers))
+            self.tie(atoms)
+            if whole := [carrier for carrier in carriers if carrier in required or carrier in always]:
+                self.freeze(atoms, required.get(whole[0], "it is tied to channels that are always there"))
 
     def keep(self, reasons: Mapping[str, str]) -> None:
         """Freeze the filters of named modules and parameters; "" names the whole model."""

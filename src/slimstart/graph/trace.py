@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -35,10 +35,11 @@ from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.constraints import Constraints, ModuleCall, Seen
 from slimstart.graph.rules import rule_for
 from slimstart.graph.sizes import Dimension, Shape, Size
-from slimstart.graph.tracer import Call, Tracer, bind
+from slimstart.graph.tracer import OVER_CHANNELS, Call, Tracer, bind
 from slimstart.inputs import as_call
 
 COUPLINGS = ("filter", "stream")
+NORMS = ("keep", "shrink")
 _LAYERS: tuple[type[nn.Module], ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
     nn.Embedding, nn.PReLU, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _BatchNorm, _InstanceNorm,
@@ -53,6 +54,7 @@ def trace(
     coupling: str = "stream",
     keep: Iterable[str] = (),
     without: Iterable[tuple[str, str]] = (),
+    norms: str = "keep",
 ) -> ChannelGraph:
     """Find out which channels of a model can be removed, and which tensor slices belong to them.
 
@@ -64,12 +66,17 @@ def trace(
             "stream", all writers of a stream share one.
         keep: names of modules or parameters whose filters are all kept.
         without: more of them as (layer, reason), with a reason of the caller's.
+        norms: what layer and RMS norms and means over channels do. "keep": all their channels are kept, so a narrow
+            network is the dense one with zeros. "shrink": their channels can be removed, and they run over those that
+            are left; for networks that are trained from scratch.
 
     Raises:
         TraceError: if the forward fails on the example inputs.
     """
     if coupling not in COUPLINGS:
         raise ValueError(f"`coupling` is {coupling!r}; it must be one of {', '.join(map(repr, COUPLINGS))}")
+    if norms not in NORMS:
+        raise ValueError(f"`norms` is {norms!r}; it must be one of {', '.join(map(repr, NORMS))}")
     args, kwargs = as_call(example_inputs)
     asked = [keep] if isinstance(keep, str) else list(keep)
     reasons = dict.fromkeys(asked, "asked for by `keep`") | dict(without)
@@ -79,7 +86,26 @@ def trace(
             f"`keep` names {unknown}, but the model has no module or parameter of that name; names are those of "
             "`model.named_modules()` and `model.named_parameters()`"
         )
-    constraints = Constraints(coupling)
+    constraints = Constraints(coupling, norms)
+    while True:
+        graph = _traced(model, args, kwargs, constraints, reasons)
+        # Norms of which no channel can be removed: where they are known to need all channels, the writers of a stream
+        # can have masks of their own, so look again. With one mask for all writers that makes no difference.
+        whole = constraints.over_channels.keys() - graph.over_channels.keys()
+        if coupling == "stream" or not whole:
+            return graph
+        constraints = Constraints(coupling, norms, constraints.whole_norms | whole)
+
+
+def _traced(
+    model: nn.Module, args: Any, kwargs: Any, constraints: Constraints, reasons: Mapping[str, str]
+) -> ChannelGraph:
+    """The graph of a model; arguments as for `trace`.
+
+    Args:
+        constraints: empty ones.
+        reasons: {name of a module or parameter: why its filters are not prunable}.
+    """
     try:
         copied = copy.deepcopy(model)
     except Exception as error:
@@ -140,7 +166,9 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
     fused = [name for name, module in copied.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
     portable = {name for name in native if not any(name.startswith(parent + ".") or not parent for parent in fused)}
     sizes = {n: t.shape for n, t in named}
-    tracer = Tracer(constraints, names, sizes, native, portable, rule_for, count_costs=not training)
+    saved = copied.state_dict(keep_vars=True)
+    unsaved = frozenset(name for name, _ in copied.named_buffers() if name not in saved)
+    tracer = Tracer(constraints, names, sizes, native, portable, rule_for, training, unsaved)
     for name, module in copied.named_modules():
         if not type(module).__module__.startswith("torch."):
             for attribute, value in list(vars(module).items()):
@@ -149,6 +177,11 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
                 elif type(value) in (list, tuple) and value and all(map(_is_count, value)):
                     entries = [tracer.size_of_attribute(name, f"{attribute}[{i}]", v) for i, v in enumerate(value)]
                     module.__dict__[attribute] = type(value)(entries)
+    tracer.shapes = {
+        name: shape
+        for name, module in copied.named_modules()
+        if isinstance(shape := vars(module).get("normalized_shape"), tuple)
+    }
     try:
         with torch.random.fork_rng(devices=cuda_devices(copied)), _listening(tracer, copied):
             outputs = copied(*args, **kwargs)
@@ -243,6 +276,8 @@ class _Functions(TorchFunctionMode):
             return self._shape(func, args, kwargs)
         outer, self.tracer.written = self.tracer.written, (func, args, kwargs)
         name = getattr(func, "__name__", "")
+        if name in OVER_CHANNELS:
+            self.tracer.over_channels[self.tracer.modules[-1]] += 1
         if name in _ESCAPES:
             self.tracer.keep_all(args[:1], f"it leaves PyTorch ({name})")
         for size in self._used_as_numbers(name, args, kwargs):

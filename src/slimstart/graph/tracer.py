@@ -7,6 +7,7 @@ Values of tensors are real, so control flow that depends on data takes the branc
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from slimstart.graph.constraints import Constraints, Presence, Seen
 from slimstart.graph.sizes import Attribute, Expression, Size
+
+OVER_CHANNELS = frozenset(
+    "layer_norm rms_norm group_norm mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split()
+)
+"""Functions whose result depends on the number of channels they run over, which may be those that exist."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +106,16 @@ class Tracer:
         native: layers of PyTorch's own, by name.
         portable: names of the native layers that can be given ports.
         rule_for: finds the rule of an operation.
-        count_costs: whether this run's operations enter the cost table.
+        training: the mode of this run; operations enter the cost table in evaluation mode only.
+        unsaved: names of buffers that state dicts leave out.
+        shapes: the attributes `normalized_shape` of modules, by name of the module.
         modules: names of the modules that run now, the innermost last.
         reached: names of all modules that have run.
         used: names of parameters and buffers that have entered an operation.
         values: what is known of each tensor; constants are absent.
         pieces: for a vector that is concatenated from parameters, the value and length of each.
         written: the function that the user called, which the present operation belongs to, with its arguments.
+        over_channels: number of calls so far, by module, of functions in `OVER_CHANNELS`.
         decomposing: how many operations are being decomposed, one within the other.
     """
 
@@ -116,7 +125,9 @@ class Tracer:
     native: dict[str, nn.Module]
     portable: set[str]
     rule_for: Callable[[Any], Callable[[Tracer, Call], None] | None]
-    count_costs: bool
+    training: bool
+    unsaved: frozenset[str] = frozenset()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     modules: list[str] = field(default_factory=lambda: [""])
     reached: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
@@ -125,7 +136,12 @@ class Tracer:
     _serials: Any = field(default_factory=WeakTensorKeyDictionary)
     _count: Iterator[int] = field(default_factory=itertools.count)
     written: tuple[Any, ...] = ()
+    over_channels: Counter[str] = field(default_factory=Counter)
     decomposing: int = 0
+
+    @property
+    def count_costs(self) -> bool:
+        return not self.training
 
     def value(self, tensor: Any) -> Value | None:
         """What is known of a tensor; None for constants."""
@@ -239,6 +255,46 @@ class Tracer:
             for p in self.native[module].parameters(recurse=False)
         )
         return module if home == module or tied else None
+
+    def shrinks_over(self, tensor: Tensor, dim: int) -> tuple[Presence, ...] | None:
+        """Let the present operation run over the channels that exist; None where it has to run over all of them.
+
+        It must be the call of a function in `OVER_CHANNELS`, which `narrow.kept_norms` knows, too.
+
+        Args:
+            tensor: its input.
+            dim: the channel dimension.
+        """
+        value, name = self.activation(tensor), getattr(self.written[0], "__name__", "") if self.written else ""
+        if self.constraints.norms == "keep" or name not in OVER_CHANNELS or value is None or value.varies() != [dim]:
+            return None
+        module = self.modules[-1]
+        call = (self.training, module, self.over_channels[module] - 1)
+        if call in self.constraints.whole_norms:
+            return None
+        return self.constraints.normalise(call, dim - tensor.dim(), value.nodes.reshape(-1).tolist())
+
+    def parameter_writes(self, parameter: Value, dim: int, dims: int) -> Tensor | None:
+        """The nodes of a parameter that is added to channels along `dim`, or concatenated; None if it cannot shrink.
+
+        They are kept, unless the channels are normalised over and so have one mask.
+
+        Args:
+            dims: number of dimensions of what it is added to.
+        """
+        source = parameter.source
+        fields = [f.view((1,) * (dims - f.dim()) + f.shape) for f in parameter.fields]
+        running = [d for d, f in enumerate(fields) if f.shape[dim] > 1]
+        if self.constraints.norms == "keep" or source is None or source in self.unsaved or len(running) != 1:
+            return None
+        found = fields[running[0]]
+        if found.numel() != found.shape[dim]:
+            return None
+        size, indices = self.full_sizes[source][running[0]], found.reshape(-1).tolist()
+        nodes = self.constraints.write(source, running[0], size, indices, source, exact=False)
+        for node in nodes:
+            self.constraints.added_parameters.setdefault(node, "it is added to channels that others write too")
+        return torch.tensor(nodes, dtype=torch.int64).view(found.shape)
 
     def keep_all(self, tensors: Sequence[Any], reason: str) -> None:
         """Keep all channels of these tensors, activations or parameters, for a reason that the user is told."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from slimstart.graph import ChannelGraph, Port, Selection
 from slimstart.narrow.counts import write_count
+from slimstart.narrow.kept_norms import over_kept_channels
 from slimstart.narrow.removed_layers import PassThrough, modules_of, replacement
 from slimstart.narrow.stream_ports import Dims, Side, close_port, open_port, set_port
 
@@ -178,7 +179,8 @@ def masked(model: nn.Module, selection: Selection) -> nn.Module:
     """The masked dense network: a full-size copy in which every entry that the selection drops is zero.
 
     Filters, normalisation rows and readers' columns are zero together, so a dropped channel is zero wherever channels
-    are mixed or added. Removed layers are gated: they return their input. This is what a narrow network must equal.
+    are mixed or added. Removed layers are gated: they return their input. Norms that shrink run over kept channels.
+    This is what a narrow network must equal.
     """
     module = copy.deepcopy(model)
     for name, num_results in modules_of(selection.graph.removed):
@@ -190,4 +192,5 @@ def masked(model: nn.Module, selection: Selection) -> nn.Module:
                 gone = torch.ones(tensor.shape[dim], dtype=torch.bool)
                 gone[kept] = False
                 tensor.index_fill_(dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
+    over_kept_channels(module, selection)
     return module

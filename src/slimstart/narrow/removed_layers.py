@@ -7,6 +7,7 @@ transformers take a mask, and return a tuple) are replaced by `PassThrough`, whi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,12 +37,25 @@ def replacement(module: nn.Module, num_results: int | None) -> nn.Module:
         num_results: as in `RemovableLayer`.
     """
     identity = nn.Identity() if num_results is None else PassThrough(num_results)
+    # Forwards of whole models read settings of their blocks (`block.attention_type`, `layer.self_attn.batch_first`).
+    settings: dict[str, Any] = {}
+    if num_results is not None:
+        settings = {name: SimpleNamespace(**_settings(child)) for name, child in module.named_children()}
     if not type(module).__module__.startswith("torch."):
-        # Forwards of whole models read settings of their blocks (`block.attention_type`).
-        for name, value in vars(module).items():
-            if not name.startswith("_") and name not in vars(identity) and isinstance(value, int | float | str | None):
-                setattr(identity, name, value)
+        settings |= _settings(module)
+    for name, value in settings.items():
+        if not hasattr(identity, name):
+            setattr(identity, name, value)
     return identity.train(module.training)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are numbers, strings or None."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, int | float | str | None)
+    }
 
 
 def modules_of(layers: Iterable[RemovableLayer]) -> Iterator[tuple[str, int | None]]:

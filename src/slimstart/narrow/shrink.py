@@ -50,7 +50,8 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     if hooks_in(model):
         raise ValueError("`model` is in a SparseTraining; `model.load_state_dict` takes a narrow state dict by itself")
     metadata = _checked(getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {}), model)
-    graph = None if example_inputs is None else trace(model, example_inputs, "stream")
+    # Norms that shrink may have all their channels, so this graph is also that of a training in which they do not.
+    graph = None if example_inputs is None else trace(model, example_inputs, "stream", norms="shrink")
     tensors, places = tensor_names(model), tensor_places(model)
     wanted: dict[str, Tensor] = {}
     problems = []
@@ -151,7 +152,9 @@ def _traced(graph: ChannelGraph, wanted: Mapping[str, Tensor]) -> dict[tuple[str
     return found
 
 
-def _layer_attributes(path: str, module: nn.Module, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, int]]:
+def _layer_attributes(
+    path: str, module: nn.Module, shapes: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, int | tuple[int, ...]]]:
     """Counting attributes of PyTorch's own layers, from the shape of their weight."""
     prefix = f"{path}." if path else ""
     weight = shapes.get(f"{prefix}weight", shapes.get(f"{prefix}running_mean"))
@@ -177,5 +180,7 @@ def _layer_attributes(path: str, module: nn.Module, shapes: Mapping[str, torch.S
         yield "num_channels", weight[0]
     elif isinstance(module, _NormBase):
         yield "num_features", weight[0]
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        yield "normalized_shape", tuple(weight)
     elif isinstance(module, nn.PReLU):
         yield "num_parameters", weight[0]

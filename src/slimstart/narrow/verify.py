@@ -56,6 +56,7 @@ def verify(
     keep: Iterable[str] = (),
     num_masks: int = 3,
     seed: int = 0,
+    norms: str = "keep",
 ) -> Report:
     """Trace a model and compare narrow networks, also without some of their layers, with masked dense ones.
 
@@ -66,11 +67,13 @@ def verify(
         keep: names of modules or parameters that are not narrowed.
         num_masks: number of random masks, each in both modes.
         seed: of masks and random parameters.
+        norms: as for `trace`; with "shrink", norms and means over channels of the dense network run over those that are
+            kept.
 
     Raises:
         TraceError: a narrow network differs from the masked dense one.
     """
-    graph = trace(model, example_inputs, coupling, keep)
+    graph = trace(model, example_inputs, coupling, keep, norms=norms)
     return prove(model, graph, example_inputs, num_masks=num_masks, layers=graph.layers, seed=seed)
 
 
@@ -147,13 +150,13 @@ def prove(
 
 
 def trace_verified(
-    model: nn.Module, example_inputs: Any, coupling: str = "stream", keep: Iterable[str] = ()
+    model: nn.Module, example_inputs: Any, coupling: str = "stream", keep: Iterable[str] = (), norms: str = "keep"
 ) -> ChannelGraph:
     """Trace a model, and make every group not prunable that fails the comparison, with the reason."""
     without: list[tuple[str, str]] = []
     keep = [keep] if isinstance(keep, str) else list(keep)
     while True:
-        graph = trace(model, example_inputs, coupling, keep, without)
+        graph = trace(model, example_inputs, coupling, keep, without, norms)
         failed = _failing(model, graph, example_inputs, graph.groups)
         if not failed:
             return graph

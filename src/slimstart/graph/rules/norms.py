@@ -1,14 +1,16 @@
-"""Normalisation: one per channel is removed with the channel; one over channels needs all of them."""
+"""Normalisation: one per channel is removed with the channel; one over channels needs all, or runs over what exists."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from slimstart.graph.constraints import Layout, Presence, when_carried, when_live
+from slimstart.graph.constraints import Count, Layout, Presence, when_carried, when_live
 from slimstart.graph.rules.pointwise import changed
 from slimstart.graph.rules.register import register_rule
+from slimstart.graph.sizes import Size
 from slimstart.graph.tracer import Call, Tracer
 
 
@@ -77,17 +79,15 @@ def group_norm(tracer: Tracer, call: Call) -> None:
     """Group normalisation: the channels of one norm group are removed together."""
     tensor, groups = call["input"], call["num_groups"]
     nodes = tracer.channels(tensor, 1)
+    if groups == 1 and nodes is not None and _one_group_shrinks(tracer, call):
+        return tracer.set(call.result, changed(tracer, tracer.activation(tensor).nodes))  # type: ignore[union-attr]
     if groups == 1 or nodes is None or tracer.boundary(_source(tracer, call["weight"])) is None:
         whole = [tensor, call["weight"], call["bias"]] if nodes is None else [tensor]
-        tracer.keep_all(whole, "it is normalised over its channels")
-        tracer.constraints.unfollowed.setdefault(
-            tracer.modules[-1], "normalises over its channels, so none can be removed"
-        )
-        return
+        return _keep_all(tracer, whole)
     size = len(nodes) // groups
     found = per_channel_layer(tracer, tensor, call.result, 1, [call["weight"], call["bias"]])
     if found is None:
-        return
+        return None
     inputs, outputs = found
     for group in range(groups):
         members = slice(group * size, (group + 1) * size)
@@ -95,11 +95,27 @@ def group_norm(tracer: Tracer, call: Call) -> None:
     module = tracer.modules[-1]
     tracer.constraints.counts_channels(module, "num_channels", outputs)
     tracer.constraints.counts_channels(module, "num_groups", inputs[::size])
+    return None
+
+
+def _one_group_shrinks(tracer: Tracer, call: Call) -> bool:
+    """Let a group norm with one group run over the channels that exist; returns whether it can."""
+    vectors = [call["weight"], call["bias"]]
+    if not all(_follows(tracer, vector, -1) for vector in vectors):
+        return False
+    presences = tracer.shrinks_over(call["input"], 1)
+    if presences is None:
+        return False
+    if tracer.modules[-1] in tracer.native:
+        tracer.constraints.counts_channels(tracer.modules[-1], "num_channels", presences)
+    for vector in vectors:
+        _follow(tracer, vector, -1, presences)
+    return True
 
 
 @register_rule("layer_norm", "rms_norm", "native_layer_norm")
 def layer_norm(tracer: Tracer, call: Call) -> None:
-    """Layer normalisation: over channels a zero is not neutral, so none can be removed; otherwise it is per channel."""
+    """Layer normalisation: over channels a zero is not neutral, so all are kept, or it runs over those that exist."""
     tensor = call["input"]
     value = tracer.activation(tensor)
     result = call.result[0] if isinstance(call.result, tuple) else call.result
@@ -110,14 +126,63 @@ def layer_norm(tracer: Tracer, call: Call) -> None:
     if over and len(over) < len(value.varies()):  # within heads: only whole heads can be removed
         reason = "it is normalised within heads"
         tracer.constraints.layouts.append(Layout(value.nodes, (None,) * tensor.dim(), frozenset(over), reason))
-    elif over:
-        tracer.keep_all([tensor], f"it is normalised over its channels in {tracer.modules[-1]}")
-        tracer.constraints.unfollowed.setdefault(
-            tracer.modules[-1], "normalises over its channels, so none can be removed"
-        )
-        return None
+    elif over and not (len(over) == 1 and _layer_norm_shrinks(tracer, call, over[0])):
+        return _keep_all(tracer, [tensor])
     tracer.set(result, changed(tracer, value.nodes))
     return None
+
+
+def _layer_norm_shrinks(tracer: Tracer, call: Call, dim: int) -> bool:
+    """Let a layer or RMS norm run over the channels that exist; returns whether it can."""
+    tensor, vectors = call["input"], [call["weight"], call.arguments.get("bias")]
+    asked = _shape_as_written(call)
+    if asked is None or not all(_follows(tracer, vector, dim - tensor.dim()) for vector in vectors):
+        return False
+    if isinstance(asked, torch.Size) and (vectors[0] is None or asked != vectors[0].shape):
+        return False  # of a tensor that is not known to shrink
+    presences = tracer.shrinks_over(tensor, dim)
+    if presences is None:
+        return False
+    module, position = tracer.modules[-1], dim - tensor.dim() + len(asked)
+    if (shape := tracer.shapes.get(module)) is not None and shape is asked:
+        tracer.constraints.counts_channels(module, f"normalized_shape[{position}]", presences)
+    elif not isinstance(asked, torch.Size):
+        size = asked[position]
+        nodes: list[list[int]] = [[presence // 2] for presence in presences]
+        expression = size.expression if isinstance(size, Size) else int(size)
+        tracer.constraints.counts.append(Count(tuple(map(tuple, nodes)), expression, f"its size is given to {module}"))
+    for vector in vectors:
+        _follow(tracer, vector, dim - tensor.dim(), presences)
+    return True
+
+
+def _shape_as_written(call: Call) -> Sequence[int] | None:
+    """The shape that the user gave to `layer_norm` or `rms_norm`, the same object; None if it is not known."""
+    if not call.written or getattr(call.written[0], "__name__", "") not in ("layer_norm", "rms_norm"):
+        return None
+    _, args, kwargs = call.written
+    shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else None)
+    return shape if isinstance(shape, Sequence) else None
+
+
+def _follows(tracer: Tracer, vector: Tensor | None, dim: int) -> bool:
+    """Whether a weight or bias with an entry per channel along `dim`, counted from the end, can shrink."""
+    value = tracer.parameter(vector)
+    return vector is None or (value is not None and sum(field.shape[dim] > 1 for field in value.fields) == 1)
+
+
+def _follow(tracer: Tracer, vector: Tensor | None, dim: int, presences: Sequence[Presence]) -> None:
+    """Let a weight or bias shrink with the channels."""
+    value = tracer.parameter(vector)
+    if value is not None and value.source is not None:
+        own = next(d for d, field in enumerate(value.fields) if field.shape[dim] > 1)
+        tracer.constraints.follow(value.source, own, value.fields[own].reshape(-1).tolist(), presences)
+
+
+def _keep_all(tracer: Tracer, tensors: Sequence[Tensor | None]) -> None:
+    """Keep all channels of what is normalised over channels."""
+    tracer.keep_all(tensors, f"it is normalised over its channels in {tracer.modules[-1]}")
+    tracer.constraints.unfollowed.setdefault(tracer.modules[-1], "normalises over its channels, so none can be removed")
 
 
 def _source(tracer: Tracer, tensor: Tensor | None) -> str | None:

@@ -41,7 +41,12 @@ def pointwise(tracer: Tracer, call: Call) -> None:
         return None
     for tensor in tensors:
         if tensor.numel() > 1 and not any(tensor is other for other in followed):
-            nodes = _with_fixed(tracer, nodes, tensor, additive)
+            written = _written_to(tracer, nodes, tensor) if additive else None
+            if written is None:
+                nodes = _with_fixed(tracer, nodes, tensor, additive)
+            else:
+                nodes = pairwise(nodes, written, tracer.constraints.added)
+                followed = [*followed, tensor]
     if not keeps_zero(call, followed):
         nodes = changed(tracer, nodes)
     return store(tracer, call, nodes)
@@ -123,13 +128,8 @@ def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -
         return nodes
     along = along_dimension(parameter, met[0], dims) if parameter is not None and len(met) == 1 else None
     if parameter is not None and along is not None and nodes.numel() == nodes.shape[met[0]]:
-        lone = tensor.numel() == nodes.numel() and all(
-            live is not None and len(live) <= 1
-            for live in map(tracer.constraints.live.__getitem__, nodes.unique().tolist())
-        )
-        # A bias of attention heads: a head that is dropped has no score, so the bias goes with it.
-        scores = tracer.constraints.products.issuperset(nodes.unique().tolist())
-        if lone or scores or not additive:
+        bias = additive and _is_bias(tracer, nodes, tensor)
+        if bias or not additive:
             assert parameter.source is not None
             presences = [when_carried(node) for node in nodes.reshape(-1).tolist()]
             tracer.constraints.follow(parameter.source, *along, presences)
@@ -141,6 +141,25 @@ def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -
     reason = "it meets a tensor of fixed size"
     tracer.constraints.layouts.append(Layout(nodes, (None,) * dims, frozenset(met), reason))
     return nodes
+
+
+def _is_bias(tracer: Tracer, nodes: Tensor, tensor: Tensor) -> bool:
+    """Whether a parameter that is added goes with the channels: one layer writes them, or they are scores of heads."""
+    known = nodes.unique().tolist()
+    if tracer.constraints.products.issuperset(known):
+        return True  # a head that is dropped has no score, so a bias of attention heads goes with it
+    live = map(tracer.constraints.live.__getitem__, known)
+    return tensor.numel() == nodes.numel() and all(one is not None and len(one) <= 1 for one in live)
+
+
+def _written_to(tracer: Tracer, nodes: Tensor, tensor: Tensor) -> Tensor | None:
+    """The nodes of a parameter that is added to channels that others write, too; None for anything else."""
+    dims, parameter = nodes.dim(), tracer.parameter(tensor)
+    extent = (1,) * (dims - tensor.dim()) + tensor.shape
+    met = [d for d in range(dims) if nodes.shape[d] > 1 and extent[d] > 1]
+    if parameter is None or len(met) != 1 or nodes.numel() != nodes.shape[met[0]] or _is_bias(tracer, nodes, tensor):
+        return None
+    return tracer.parameter_writes(parameter, met[0], dims)
 
 
 def along_dimension(parameter: Value, dim: int, dims: int) -> tuple[int, list[int]] | None:

@@ -54,6 +54,9 @@ def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
     return [d % tensor.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])] if tensor.dim() else []
 
 
+_MEANS = frozenset("mean var std var_mean std_mean norm linalg_vector_norm".split())
+
+
 @register_rule(
     "sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "norm", "linalg_vector_norm", "nansum"
 )
@@ -61,7 +64,10 @@ def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
     "var_mean", "std_mean", "logsumexp", "any", "all", "argmax", "argmin", "median", "aminmax", "count_nonzero"
 )
 def reduce(tracer: Tracer, call: Call) -> None:
-    """Reductions: over other dimensions the channels remain; over channels, zero is neutral only in a sum."""
+    """Reductions: over other dimensions the channels remain; over channels, zero is neutral only in a sum.
+
+    Means and the like may run over the channels that exist.
+    """
     tensor = call.subject
     if isinstance(call.arguments.get("other"), Tensor):  # max(x, y)
         return pointwise(tracer, call)
@@ -72,7 +78,8 @@ def reduce(tracer: Tracer, call: Call) -> None:
     varying = value.varies()
     over = [d for d in dims if d in varying]
     if len(over) == len(varying) > 0:
-        if call.name != "sum":
+        shrinks = call.name in _MEANS and len(over) == 1 and tracer.shrinks_over(tensor, over[0]) is not None
+        if call.name != "sum" and not shrinks:
             tracer.keep_all([tensor], _over_channels(tracer, call))
         return None  # the result of a sum over all channels has none
     nodes = within(tracer, value.nodes, over, _over_channels(tracer, call))

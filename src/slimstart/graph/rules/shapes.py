@@ -235,14 +235,20 @@ def concatenate(tracer: Tracer, call: Call) -> None:
     if result.dim() == 1 and call.name != "stack" and all(value is not None for value in parameters):
         tracer.pieces[result] = list(zip(parameters, [tensor.shape[0] for tensor in tensors], strict=True))
         return
-    for tensor in tensors:
-        if (parameter := tracer.parameter(tensor)) is not None:
-            tracer.pin(parameter, "it is concatenated")
     dim = call.arguments.get("dim", 1 if call.name == "hstack" else 0) % result.dim()
+    along = {d for value in map(tracer.activation, tensors) if value is not None for d in value.varies()} - {dim}
     fields = []
-    for tensor in tensors:
+    for tensor, parameter in zip(tensors, parameters, strict=True):
         value = tracer.activation(tensor)
         nodes = torch.zeros((1,) * tensor.dim(), dtype=torch.int64) if value is None else value.nodes
+        if parameter is not None:
+            written = None
+            if call.name != "stack" and len(along) == 1:  # a class token, concatenated to the others
+                written = tracer.parameter_writes(parameter, next(iter(along)), tensor.dim())
+            if written is None:
+                tracer.pin(parameter, "it is concatenated")
+            else:
+                nodes = written
         if tensor.dim() == 1 and tensor.numel() == 0:
             continue
         fields.append((nodes.unsqueeze(dim) if call.name == "stack" else nodes, tensor))
