@@ -79,9 +79,10 @@ class SparseTraining(Stepping):
             optimizer allows it. Both give the same results.
         max_grad_norm: maximum norm of all gradients together, to which `step` clips them.
         scaler: gradient scaler that `step` uses, for float16.
-        pretrained: whether the model has been trained. The weights of a new model are scaled to the fan-in of the
-            narrow network, as if that had been initialised directly. By default a model counts as pretrained if the
-            optimizer has state, or a batch norm has counted batches. For policies that learn from gradients.
+        pretrained: whether the model has been trained. By default it counts as pretrained if the optimizer has state,
+            or a batch norm has counted batches. In a new model, norms and means over channels shrink with them
+            (`norms="shrink"` of `slimstart.trace`); and for policies that learn from gradients, weights are scaled to
+            the fan-in of the narrow network, as if that had been initialised directly.
         full_model_device: "cpu" for a model that is larger than the device it is trained on. Dense weights and their
             optimizer state stay on the CPU, where the model must be; the narrow network is on the device of
             `example_inputs`.
@@ -133,7 +134,8 @@ class SparseTraining(Stepping):
         device = memory.place(self.model, self._optimizers, example_inputs, budget, full_model_device)
         examples = example_inputs if device is None else memory.on_host(example_inputs)
         with uncompiled():
-            graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep)
+            norms = "keep" if pretrained else "shrink"
+            graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep, norms)
         self._check_prunable(graph)
         self.learner: Learner = self.policy.start(graph.costs, budget, total_steps)
         first = graph.without(graph.layers[i].name for i in removed_layers(self.learner))

@@ -128,7 +128,8 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
     for key, own in (("coupling", graph.coupling), ("structure", graph.digest)):
         if state[key] != own:
             raise CheckpointError(
-                f"the state dict has {key}={state[key]!r}, this training {own!r}: other network, policy or `keep`"
+                f"the state dict has {key}={state[key]!r}, this training {own!r}: other network, policy, `keep` or "
+                "`pretrained`"
             )
     for key in ("num_steps", "held_steps"):
         if type(state[key]) is not int or state[key] < 0:

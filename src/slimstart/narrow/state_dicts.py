@@ -97,8 +97,8 @@ class ModelState:
         if found is not None:
             if not _is_structure(networks, found):
                 raise CheckpointError(
-                    "the state dict is of another network, coupling or `keep`; nothing was loaded. Make the "
-                    "SparseTraining as the one whose model was saved"
+                    "the state dict is of another network, coupling, `keep` or `pretrained`; nothing was loaded. "
+                    "Make the SparseTraining as the one whose model was saved"
                 )
             selection = networks.dense_graph.without(found.get("removed", ())).select(found["mask"])
         changes = found is not None and not has_structure(networks, found)
@@ -216,8 +216,8 @@ class PartialLoads:
         found = state_dict.get(METADATA)
         if found is not None and not _is_structure(self._networks, found):
             raise CheckpointError(
-                "the optimizer's state dict is of another network, coupling or `keep`; nothing was loaded. Make the "
-                "SparseTraining as the one whose optimizer was saved"
+                "the optimizer's state dict is of another network, coupling, `keep` or `pretrained`; nothing was "
+                "loaded. Make the SparseTraining as the one whose optimizer was saved"
             )
         self._structure = found or {}
 

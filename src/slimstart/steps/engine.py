@@ -15,7 +15,7 @@ from slimstart.distributed.process_group import process_group
 from slimstart.graph import ChannelGraph
 from slimstart.kernels import use_triton
 from slimstart.narrow import Networks, Planner
-from slimstart.policies import DeviceLearner, Learner
+from slimstart.policies import DeviceLearner, Learner, Padding
 from slimstart.steps.depthwise_mode import AllWidths
 from slimstart.steps.drawing import DeviceDrawing, Drawing
 from slimstart.steps.eager import Backward, check_finite
@@ -121,9 +121,10 @@ def assemble(
     Raises:
         ValueError: this engine is not possible.
     """
-    place, padding, from_losses = device or device_of(model), learner.padding, gradients is None
+    place, from_losses = device or device_of(model), gradients is None
+    padding = None if graph.over_channels else learner.padding  # padding would count in norms over channels
     on_host = device is not None and from_losses
-    chosen, reason = _choose_for_learner(model, optimizers, learner, engine, place, on_host)
+    chosen, reason = _choose_for_learner(model, optimizers, learner, padding, engine, place, on_host)
     if engine == "graphs" and chosen == "eager":
         raise ValueError(f"`engine` is 'graphs', but {reason}")
     align = 1 if padding is None else padding.align or (ALIGN if chosen == "graphs" else 1)
@@ -144,6 +145,7 @@ def _choose_for_learner(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     learner: Learner,
+    padding: Padding | None,
     engine: str,
     place: torch.device,
     on_host: bool,
@@ -156,8 +158,9 @@ def _choose_for_learner(
     if process_group(data_parallel_around(model)).size > 1:
         return "eager", "several processes train together"
     chosen, reason = choose(engine, optimizers[0], place)
-    if chosen == "graphs" and learner.padding is not None and learner.padding.align == 1:
+    if chosen == "graphs" and padding is not None and padding.align == 1:
         return "eager", "`align` is 1, so shapes change at every structure update"
-    if chosen == "graphs" and learner.padding is None and learner.num_masks > 1:
-        return "eager", "the policy has references and no padding, so their shapes change at every structure update"
+    if chosen == "graphs" and padding is None and learner.num_masks > 1:
+        why = "no padding" if learner.padding is None else "padding would count in norms over channels"
+        return "eager", f"the policy has references and {why}, so their shapes change at every structure update"
     return chosen, reason

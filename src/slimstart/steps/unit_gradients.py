@@ -166,11 +166,29 @@ def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any,
             continue
         if all(isinstance(owner, LAYERS) for owner in owners) and (name in known or name not in others):
             continue  # a known reader, or a layer that only writes, or one that does not mix channels
+        if _only_writes(graph, name) or (_is_vector(parameter) and id(parameter) not in uses.others):
+            continue  # it is added to channels (a position embedding), or it is a scale
         yield name
 
 
+def _only_writes(graph: ChannelGraph, name: str) -> bool:
+    """Whether the only channels of a parameter that is used outside its module are those that it writes."""
+    pieces = graph.tensors[name]
+    return name in graph.filters and len(pieces) == 1 and graph.units_along(pieces[0].axis).equal(graph.filters[name])
+
+
+def _is_vector(parameter: Tensor) -> bool:
+    return parameter.numel() == max(parameter.shape, default=1)
+
+
+_PRODUCTS = frozenset("mul rmul imul multiply".split())
+
+
 class _Uses(TorchFunctionMode):
-    """Mode that collects, in `others`, the ids of parameters that are used in another way than as a layer's weight."""
+    """Mode that collects, in `others`, the ids of parameters that are used in another way.
+
+    That is: not as the weight of a layer, and not as a scale, with an entry per channel, that is a factor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,9 +196,11 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        is_product = getattr(func, "__name__", "").strip("_") in _PRODUCTS
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):  # not a query of a shape or a type
             rest = (args[:1], args[2:], kwargs) if func in calls.LAYER_FUNCTIONS else (args, kwargs)
-            self.others |= {id(leaf) for leaf in tree_leaves(rest) if isinstance(leaf, nn.Parameter)}
+            used = [leaf for leaf in tree_leaves(rest) if isinstance(leaf, nn.Parameter)]
+            self.others |= {id(leaf) for leaf in used if not (is_product and _is_vector(leaf))}
         return found
 
 
