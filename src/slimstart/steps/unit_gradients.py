@@ -166,7 +166,7 @@ def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any,
             continue
         if all(isinstance(owner, LAYERS) for owner in owners) and (name in known or name not in others):
             continue  # a known reader, or a layer that only writes, or one that does not mix channels
-        if _only_writes(graph, name) or (_is_vector(parameter) and id(parameter) not in uses.others):
+        if _only_writes(graph, name) or (_is_vector(parameter) and name not in others):
             continue  # it is added to channels (a position embedding), or it is a scale
         yield name
 
