@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pages.naming import data_title, model_title
 from pages.stored import Experiment, Results
+from slimstart.lab.records import Record
 from slimstart.lab.reports.rows import Row
 from slimstart.lab.reports.tables import MISSING, markdown_table, number
 
@@ -29,13 +30,17 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        first = self.slimstart.first
-        kind, _, share = (first.budget or "").partition("=")
-        assert kind == "flops", f"results/{self.experiment.name} has another budget than FLOPs: {first.budget}"
-        return f"{model_title(first.model)}, {data_title(first.data)}, {100 * float(share):g} %"
+        return title_of(self.slimstart.first)
 
     def rows(self) -> Iterator[Row]:
         yield from (row for row in (self.uniform, self.front_heavy, self.shallower, self.slimstart) if row is not None)
+
+
+def title_of(run: Record) -> str:
+    """Network, data and budget of a run."""
+    kind, _, share = (run.budget or "").partition("=")
+    assert kind == "flops", f"{run.name} has another budget than FLOPs: {run.budget}"
+    return f"{model_title(run.model)}, {data_title(run.data)}, {100 * float(share):g} %"
 
 
 def comparisons(results: Results) -> list[Comparison]:
@@ -85,6 +90,20 @@ def headline(results: Results) -> str:
         seeds = sorted({len(row.runs) for row in one.rows() if row is not one.front_heavy})
         cells = [spread_cell(one.uniform, 1), *[spread_cell(one.shallower, 1)] * with_shallower]
         lines.append([one.title, *cells, spread_cell(one.slimstart, 1), " to ".join(map(str, seeds))])
+    return "\n".join(markdown_table(lines, titles[:1]))
+
+
+def depth(results: Results) -> str:
+    """Experiments with a row `depth`: layers are removed by the rule, and widths are learned."""
+    titles = ["network, FLOPs", "uniform", "widths learned", "layers removed, widths learned", "seeds"]
+    lines = [titles]
+    for experiment in results.experiments.values():
+        found = [experiment.rows.get(label) for label in ("uniform", "widths", "depth")]
+        if experiment.is_archived or any(row is None for row in found):
+            continue
+        rows = [row for row in found if row is not None]
+        seeds = sorted({len(row.runs) for row in rows})
+        lines.append([title_of(rows[0].first), *(spread_cell(row, 1) for row in rows), " to ".join(map(str, seeds))])
     return "\n".join(markdown_table(lines, titles[:1]))
 
 

@@ -22,6 +22,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "scaling": step_tables.scaling,  # two processes on a CPU
     "scaling-expected": step_tables.scaling_expected,  # many GPUs, by arithmetic
     "late-waking": width_tables.late_waking,  # Adam and weights that join late
+    "depth": accuracy.depth,  # layers removed by the rule, on a CPU
+    "removal": width_tables.removal,  # the loss when a layer is removed in the middle of a training
     "widths": width_tables.forms,  # forms of equal worth, against uniform
     "experiments": index.experiments,  # links to the pages of all experiments
 }

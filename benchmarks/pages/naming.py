@@ -14,6 +14,8 @@ MODELS = {
 DATA = {
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
+    "benchmarks.small_cifar:cifar10": "10,000 images of CIFAR-10",
+    "benchmarks.small_cifar:cifar100": "10,000 images of CIFAR-100",
     "tiny_imagenet": "Tiny ImageNet",
     "tiny_imagenet16": "16 classes of Tiny ImageNet",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 
+from pages.naming import model_title
 from pages.stored import Results
 from slimstart.lab.reports.tables import MISSING, markdown_table
 
@@ -64,6 +65,20 @@ def forms(results: Results) -> str:
             cells.append(difference.replace("-", "−"))
         lines.append([text, *cells])
     return "\n".join(markdown_table(lines, lines[0][:1]))
+
+
+def removal(results: Results) -> str:
+    """The test loss around the removal of a layer: the range over the layers of each network."""
+    record = results.benchmarks["removal_cpu.json"]
+    titles = ["network", "before", "right after", f"{record['more']} steps later", "with the layer"]
+    lines = [titles]
+    for network in dict.fromkeys(row["network"] for row in record["rows"]):
+        own = [row for row in record["rows"] if row["network"] == network]
+        after, later = ([row[name] for row in own] for name in ("loss_right_after", "loss_later"))
+        ranges = [f"{min(losses):.2f} to {max(losses):.2f}" for losses in (after, later)]
+        stayed = f"{own[0]['loss_later_with_it']:.2f}"
+        lines.append([model_title(network), f"{own[0]['loss_before']:.2f}", *ranges, stayed])
+    return "\n".join(markdown_table(lines, titles[:1]))
 
 
 def late_waking(results: Results) -> str:
