@@ -238,8 +238,21 @@ def test_an_empty_value_is_refused(slimstart: Slimstart, tmp_path: Path, words: 
 
 
 def test_a_termination_before_the_training_is_reported(tmp_path: Path) -> None:
-    process = command("train", *TINY, "--out", tmp_path / "run")
-    while not (tmp_path / "run").exists():  # it is locked, and the training is prepared
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom pathlib import Path\n\n\n"
+        "def make(batch_size):\n    Path('reached').touch()\n    time.sleep(120)\n"
+    )
+    words = ["train", "--model", "small", "--data", "slow:make", "--out", "run"]
+    path = os.pathsep.join([str(REPOSITORY / "src"), str(tmp_path)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slimstart", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not (tmp_path / "reached").exists():
         time.sleep(0.01)
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
@@ -247,7 +260,7 @@ def test_a_termination_before_the_training_is_reported(tmp_path: Path) -> None:
     assert process.returncode == 143, output
     assert "stopped by SIGTERM" in output
     assert "Traceback" not in output
-    assert not Run(tmp_path / "run").exists
+    assert not (tmp_path / "run").exists()
 
 
 def test_failures_have_status_1(slimstart: Slimstart, trained: Path, tmp_path: Path) -> None:
