@@ -141,6 +141,15 @@ def test_the_api_reference_is_complete() -> None:
     assert set(slimstart.__all__) - errors <= {name.rpartition(".")[2] for name in named}
 
 
+def test_every_row_of_what_works_has_its_test() -> None:
+    rows = [line.strip("| ").split(" | ") for line in read("docs/what-works.md").splitlines() if "::" in line]
+    assert len(rows) >= 30
+    for wish, answer, _, named in rows:
+        assert answer in ("works", "works with one more line", "refused"), wish
+        path, _, test = named.strip("` ").partition("::")
+        assert f"\ndef {test}(" in read(f"tests/{path}"), named
+
+
 def test_generated_parts_of_pages() -> None:
     marked = {name for document in DOCUMENTS for name in docs_pages.MARKER.findall(read(document))}
     assert marked == set(docs_pages.GENERATED)
