@@ -402,6 +402,7 @@ def test_torchrun_resumes_after_a_process_is_killed(
     module = ["--max-restarts", "1", "-m", "slimstart", "train", "--out", str(folder)]
     done = torchrun(2, *module, *options, **cases.killing(folder))
     assert done.returncode == 0, done.stderr
+    assert "another process has failed" in done.stderr  # by the one that was not killed
     assert "going on in epoch 1, after 4 of its batches" in done.stdout
     assert done.stdout.count("epoch 1/2") == done.stdout.count("epoch 2/2") == 1
     on_ranks(2, cases.program, tmp_path / "whole", RECIPE)

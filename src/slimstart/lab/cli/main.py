@@ -70,8 +70,13 @@ def main() -> None:
         with _terminable():
             app(arguments, prog_name="slimstart")
     except _Terminated:
-        # Under torchrun this is what a process gets when another one has failed.
-        errors.print("stopped by SIGTERM; a run goes on from its last checkpoint, if it has one, with --resume")
+        from slimstart.distributed.launch import started_by_torchrun
+
+        why = ", which torchrun sends when another process has failed" if started_by_torchrun() else ""
+        errors.print(
+            f"stopped by SIGTERM{why}; a run goes on from its last checkpoint, if it has one, with --resume",
+            soft_wrap=True,
+        )
         sys.exit(128 + signal.SIGTERM)
     except Exception as error:
         if debug:
