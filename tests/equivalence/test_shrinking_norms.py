@@ -275,6 +275,19 @@ def test_networks_without_ports_are_the_same(name, coupling):
     torch.testing.assert_close(call(plain, inputs), call(expected, inputs))
 
 
+def test_writers_into_a_stream_of_inputs_can_still_drop_filters():
+    class PostNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.back, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)
+
+        def forward(self, x):
+            return self.norm(x + self.back(self.wide(x).relu()))
+
+    graph = verify(PostNorm(), torch.randn(4, 6), norms="shrink").graph
+    assert [group.name for group in graph.groups] == ["wide", "back"]
+
+
 def test_verify_finds_a_norm_over_channels_that_are_dropped(monkeypatch):
     monkeypatch.setattr(sys.modules[compact.__module__], "over_kept_channels", lambda *_: None)
     with pytest.raises(TraceError, match="is not the masked dense one"):

@@ -87,14 +87,16 @@ def trace(
             "`model.named_modules()` and `model.named_parameters()`"
         )
     constraints = Constraints(coupling, norms)
-    while True:
-        graph = _traced(model, args, kwargs, constraints, reasons)
-        # Norms of which no channel can be removed: where they are known to need all channels, the writers of a stream
-        # can have masks of their own, so look again. With one mask for all writers that makes no difference.
-        whole = constraints.over_channels.keys() - graph.over_channels.keys()
-        if coupling == "stream" or not whole:
-            return graph
+    graph = _traced(model, args, kwargs, constraints, reasons)
+    while whole := constraints.over_channels.keys() - graph.over_channels.keys():
+        # Norms of which no channel can be removed: where they are known to need all channels, a layer that writes into
+        # their stream may still drop filters, since zeros remain in its place.
         constraints = Constraints(coupling, norms, constraints.whole_norms | whole)
+        again = _traced(model, args, kwargs, constraints, reasons)
+        if again.num_units <= graph.num_units:
+            break
+        graph = again
+    return graph
 
 
 def _traced(
