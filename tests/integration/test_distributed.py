@@ -467,7 +467,7 @@ def test_several_processes_need_a_folder(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_commands_for_one_process_are_refused_in_several() -> None:
-    with pytest.raises(ConfigError, match="`method` is l1, which trains on one rank"):
+    with pytest.raises(ConfigError, match="`method` is l1, which trains in a single process"):
         make_method(merged(RECIPE, {"method": "l1"}), nn.Identity(), torch.zeros(1), 1, wrap=lambda net: net)
     with pytest.raises(ConfigError, match="`batch_norm` is 'none'"):
         Place(batch_norm="none")
