@@ -59,7 +59,9 @@ class Slimming(Callback):
             only child with parameters, or, if there are several and it has a `forward`, the LightningModule itself.
         example_inputs: inputs of that module; by default those of the first batch.
         total_steps: number of optimizer steps; by default the trainer's estimate.
-        coupling, keep, pretrained: as for `SparseTraining`.
+        coupling: as for `SparseTraining`.
+        keep: as for `SparseTraining`.
+        pretrained: as for `SparseTraining`.
 
     Attributes:
         sparse: the `SparseTraining`, from the start of `fit` on.

@@ -56,7 +56,9 @@ class SlimmingCallback(TrainerCallback):
         policy: "equal_worth", or a policy that learns from gradients.
         example_inputs: inputs of the model; by default the first two examples of the training data.
         checkpoint: folder of the checkpoint that is resumed from, if it is not in `output_dir`.
-        coupling, keep, pretrained: as for `SparseTraining`.
+        coupling: as for `SparseTraining`.
+        keep: as for `SparseTraining`.
+        pretrained: as for `SparseTraining`.
 
     Attributes:
         sparse: the `SparseTraining`, from the start of training on.
