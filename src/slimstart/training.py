@@ -127,7 +127,8 @@ class SparseTraining(Stepping):
         check_count("total_steps", total_steps, optional=True)
         self._given, self.model, self._examples = model, unwrapped_model(model), example_inputs
         check_model(self.model)
-        self.policy, self._budget, self._total_steps = get_policy(policy), budget, total_steps
+        self.policy: Policy = get_policy(policy)
+        self._budget, self._total_steps = budget, total_steps
         self.optimizer, self._optimizers = optimizer, unwrapped(optimizer)
         check_optimizers(self._optimizers, pretrained)
         pretrained = is_pretrained(self.model, self._optimizers) if pretrained is None else pretrained
