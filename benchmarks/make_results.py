@@ -2,8 +2,9 @@
 
     python benchmarks/make_results.py
 
-Generated are: what is between markers in README.md and in the pages of docs/ (pages/markers.py shows how markers look,
-pages/blocks.py lists the tables), the pages below docs/results/, and the figures below docs/assets/results/.
+Generated are: what is between markers in README.md, CONTRIBUTING.md and the pages of docs/ (pages/markers.py shows how
+markers look, pages/blocks.py lists the tables), the pages below docs/results/, and the figures below
+docs/assets/results/.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def documents(root: Path) -> list[Path]:
-    """The files whose markers are filled: the README and the pages of docs/ but those that are generated as a whole."""
+    """The files whose markers are filled: two in the root, and the pages of docs/ that are not generated as a whole."""
     pages = (file for file in (root / "docs").rglob("*.md") if file.parent != root / "docs" / "results")
-    return [root / "README.md", *sorted(pages)]
+    return [root / "README.md", root / "CONTRIBUTING.md", *sorted(pages)]
 
 
 def outputs(root: Path) -> dict[Path, str]:
