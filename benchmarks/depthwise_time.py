@@ -17,10 +17,11 @@ from typing import NamedTuple
 import benchmark_record
 import torch
 import torch.nn.functional as F
+from paper_steps.turns import Turn, take_turns
 from torch import Tensor
 
 from slimstart.kernels.depthwise import Window, depthwise_conv2d
-from slimstart.lab.run.timing import Stopwatch, Turn, take_turns
+from slimstart.lab.run.step_times import Stopwatch
 from slimstart.steps.cuda_graph import capture
 
 

@@ -1,14 +1,14 @@
-"""Tables of step times, from the records of `slimstart bench` and of `benchmarks/scaling.py`."""
+"""Tables of step times, from the records of `run_paper_steps.py` and of `benchmarks/scaling.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import scaling as scaling_benchmark
+from paper_steps.records import Row
 
 from pages.naming import model_title
 from pages.stored import Results
-from slimstart.lab.bench.bench_records import Row
 from slimstart.lab.reports.tables import MISSING, markdown_table
 
 GPU = ("bench-h200/vgg19-2048.json", "bench-h200/vgg19-256.json", "bench-h200/resnet32-256.json")

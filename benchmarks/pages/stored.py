@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paper_steps import records as step_records
+from paper_steps.records import Bench
 from study import records as study_records
 from study.records import Study
 
 from slimstart.lab import records
-from slimstart.lab.bench import bench_records
-from slimstart.lab.bench.bench_records import Bench
 from slimstart.lab.records import Record
 from slimstart.lab.reports.rows import Row
 
 ARCHIVE = "archive"
 _LABEL = re.compile(r"(.+?)(-seed\d+(-again)?)?")
-_READERS = {module.SCHEMA.partition("/")[0]: module.read for module in (records, study_records, bench_records)}
+_READERS = {module.SCHEMA.partition("/")[0]: module.read for module in (records, study_records, step_records)}
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,27 @@ def test_a_recipe_file_and_options_on_top_of_it(slimstart: Slimstart, tmp_path: 
     assert record.step_ms is None
 
 
+def test_bench_shows_the_time_of_a_step(slimstart: Slimstart) -> None:
+    tiny = ["bench", "tests.tiny_networks:with_dropout", "--batch-size", "2", "--rounds", "1", "--device", "cpu"]
+    status, output, _ = slimstart(*tiny, "--budget", "flops=0.5,params=0.6")
+    assert status == 0
+    titles, first, second = (line.split() for line in output.splitlines())
+    assert titles[:4] == ["budget", "FLOPs,", "%", "dense,"]
+    assert (first[0], second[0]) == ("flops=0.5", "params=0.6")
+    assert all(float(cell) > 0 for cell in first[1:] + second[1:])
+    for arguments, message in [
+        (["--budget", ","], "`budget` is empty; give one value, or several with commas"),
+        (["--budget", "flops=0.000001"], "feasible from"),
+        (["--rounds", "0"], "`rounds` is 0; it must be at least 1"),
+        (["--device", "toaster"], "cannot be used here"),
+        (["--engine", "steam"], "`engine` is 'steam'; it must be one of"),
+        (["--image", "32"], "it must be CHANNELSxHEIGHTxWIDTH"),
+    ]:
+        status, _, errors = slimstart(*tiny, *arguments)
+        assert (status, errors.count("\n")) == (2, 1)
+        assert message in errors
+
+
 @pytest.mark.parametrize("name", ["train", "compare", "evaluate", "export", "inspect", "bench", "report", "recipes"])
 def test_every_command_has_help_with_an_example(slimstart: Slimstart, name: str) -> None:
     status, output, _ = slimstart(name, "--help")

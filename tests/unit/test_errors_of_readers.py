@@ -14,7 +14,6 @@ from torch import nn
 
 from slimstart.io import checkpoints, network_files
 from slimstart.lab import records
-from slimstart.lab.bench import bench_records
 from slimstart.lab.data import cifar, load, tiny_imagenet
 from slimstart.lab.recipes import recipe
 from slimstart.lab.reports import find
@@ -28,7 +27,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "structure": ("file.json", lambda path: network_files.load(path.with_name("net.safetensors"), nn.Identity)),
     "record": ("record.json", records.read),
     "records in a folder": ("record.json", lambda path: find([path.parent])),
-    "benchmark": ("record.json", bench_records.read),
     "recipe": ("file.toml", recipe.read),
     "CIFAR archive": ("cifar-10-python.tar.gz", lambda path: cifar.read(FORM, path)),
     "CIFAR folder": ("data_batch_2", lambda path: cifar.read(FORM, path.parent)),
@@ -56,7 +54,7 @@ def test_a_pipe(name: str, tmp_path: Path) -> None:
     check(name, path)
 
 
-@pytest.mark.parametrize("name", ["structure", "record", "records in a folder", "benchmark", "recipe"])
+@pytest.mark.parametrize("name", ["structure", "record", "records in a folder", "recipe"])
 @pytest.mark.parametrize(
     "content", [b"[" * 100_000, b"x = " + b"[" * 100_000, b"\xff\xfe", b'{"schema": ' + b"9" * 5000]
 )

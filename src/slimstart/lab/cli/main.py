@@ -20,7 +20,6 @@ from rich.logging import RichHandler
 
 from slimstart import __version__
 from slimstart.errors import BudgetError, ConfigError, SlimstartError
-from slimstart.lab.cli import bench_command as bench
 from slimstart.lab.cli import compare_command as compare
 from slimstart.lab.cli import network_commands as networks
 from slimstart.lab.cli import train_commands as train
@@ -37,7 +36,6 @@ app = typer.Typer(
 train.add_to(app)
 compare.add_to(app)
 networks.add_to(app)
-bench.add_to(app)
 
 
 def _show_version(asked: bool) -> None:

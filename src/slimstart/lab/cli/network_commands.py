@@ -1,4 +1,4 @@
-"""`slimstart evaluate`, `slimstart export` and `slimstart inspect`: commands about one network."""
+"""`slimstart evaluate`, `export`, `inspect` and `bench`: commands about one network."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from slimstart.errors import ConfigError
 from slimstart.lab.cli.display import console, show_table
+from slimstart.lab.cli.options import split
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +24,9 @@ OwnModel = Annotated[
 ]
 
 
+Network = Annotated[str, typer.Argument(help="Network: one of ours, timm:NAME, or your own code as module:factory.")]
+Image = Annotated[str, typer.Option(help="Shape of an image: CHANNELSxHEIGHTxWIDTH.")]
+Classes = Annotated[int, typer.Option("--num-classes", help="Number of classes.")]
 OwnData = Annotated[
     str | None, typer.Option("--data", help="The same for data: your module:factory, if the run used one.")
 ]
@@ -38,6 +42,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("evaluate", epilog="Example: slimstart evaluate runs/fashion")(evaluate)
     app.command("export", epilog="Example: slimstart export runs/fashion --format onnx --out fashion.onnx")(export)
     app.command("inspect", epilog="Example: slimstart inspect resnet20 --budget flops=0.25")(inspect)
+    app.command("bench", epilog="Example: slimstart bench vgg19 --budget flops=0.25,flops=0.1")(bench)
 
 
 def evaluate(
@@ -100,9 +105,9 @@ def export(
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Network: one of ours, timm:NAME, or your own code as module:factory.")],
-    image: Annotated[str, typer.Option(help="Shape of an image: CHANNELSxHEIGHTxWIDTH.")] = "3x32x32",
-    num_classes: Annotated[int, typer.Option(help="Number of classes.")] = 10,
+    model: Network,
+    image: Image = "3x32x32",
+    num_classes: Classes = 10,
     coupling: Annotated[
         str,
         typer.Option(
@@ -142,6 +147,47 @@ def inspect(
         costs.append(row if mask is None else [*row, f"{bound.cost(mask) / bound.dense:.4f}"])
     show_table(["cost", "dense", "least fraction"] + ([] if mask is None else ["uniform at the budget"]), costs)
     console.print(f"{graph.coverage:.1%} of the FLOPs can shrink", markup=False)
+
+
+def bench(
+    model: Network,
+    budget: Annotated[str, typer.Option(help="Budget, or several as in flops=0.25,flops=0.10.")] = "flops=0.10",
+    policy: Annotated[str, typer.Option(help="Policy of slimstart: equal_worth or paper.")] = "equal_worth",
+    batch_size: Annotated[int, typer.Option(help="Images per step; random ones are used.")] = 64,
+    image: Image = "3x32x32",
+    num_classes: Classes = 10,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, ...; auto chooses a GPU if there is one.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="How steps run: eager, graphs (CUDA graphs), or auto for the faster of them.")
+    ] = "auto",
+    precision: Annotated[str, typer.Option(help="Compute precision: float32, tf32 or bfloat16.")] = "float32",
+    rounds: Annotated[int, typer.Option(help="Measurements of each network.")] = 20,
+) -> None:
+    """Measure a training step: of the dense network, the uniform network of each budget, and slimstart.
+
+    The networks take turns, on random images, and medians are shown. With equal_worth, one column has steps in which
+    the structure is learned, and one has the steps after that; with paper, all steps include both forwards.
+    """
+    from slimstart.lab.recipes.recipe import Recipe
+    from slimstart.lab.reports.tables import number
+    from slimstart.lab.run.step_times import bench as measure
+
+    if rounds < 1:
+        raise ConfigError(f"`rounds` is {rounds}; it must be at least 1")
+    shape, budgets = _shape(image), split(budget)
+    if not budgets:
+        raise ConfigError("`budget` is empty; give one value, or several with commas between them")
+    # A small learning rate: labels are random, and a loss that is not finite would end the measurement.
+    recipes = [
+        Recipe(model, budget=one, policy=policy, batch_size=batch_size, precision=precision, lr=0.01) for one in budgets
+    ]
+    rows = []
+    for recipe in recipes:
+        ratio, times = measure(recipe, shape, num_classes, device, engine, rounds)
+        cells = [times.dense, times.narrow, times.learning, times.total]
+        rows.append([recipe.budget or "", number(100 * ratio), *(number(cell) for cell in cells)])
+    columns = ["budget", "FLOPs, %", "dense, ms", "uniform, ms", "slimstart learning, ms", "slimstart, ms"]
+    show_table(columns, rows)
 
 
 def _finished(run: Path, recipe: Recipe) -> nn.Module:

@@ -1,24 +1,35 @@
-"""Time of a step: that of a method, of the dense network, and of the uniform network of equal FLOPs."""
+"""Time of a step: that of a method, of the dense network, and of the uniform network of equal FLOPs.
+
+All networks take turns in one process, so that a noisy machine disturbs all.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from slimstart.devices import device_of
 from slimstart.errors import BudgetError
-from slimstart.lab.methods import RELAXATIONS, uniform_of_flops
-from slimstart.lab.recipes.recipe import Recipe, merged
+from slimstart.flop_counter import flops
+from slimstart.graph import trace
+from slimstart.lab.methods import RELAXATIONS, uniform, uniform_of_flops
+from slimstart.lab.recipes.recipe import Recipe, make_model, merged
+from slimstart.lab.run import environment as surroundings
 from slimstart.lab.run.make_method import Batch, Loss, Search, make_optimizer
 from slimstart.lab.run.task import Task
-from slimstart.lab.run.timing import Step, Stopwatch, compare, plain_step, search_step
 from slimstart.policies import get_policy
 from slimstart.policies.widths import ALIGN
-from slimstart.steps import PlainTraining
+from slimstart.steps import LossFunction, PlainTraining
+from slimstart.training import SparseTraining
 
 logger = logging.getLogger(__name__)
 WARM_UP = 3  # steps before the first measurement, in which graphs are captured
@@ -35,6 +46,7 @@ class StepTimes:
     backward: float
     dense: float | None
     narrow: float | None
+    learning: float | None = None  # of a step in which the structure is learned, from gradients
 
 
 def has_step_times(recipe: Recipe) -> bool:
@@ -73,6 +85,7 @@ def step_times(
     dense_flops: int,
     engine: str = "auto",
     rounds: int = ROUNDS,
+    learning: bool = False,
 ) -> StepTimes:
     """Measure steps of fresh networks on one batch.
 
@@ -80,6 +93,8 @@ def step_times(
         own_flops: FLOPs of the finished network, and of the uniform one.
         dense_flops: of the dense one.
         engine: of all of them.
+        learning: whether to measure steps in which the structure is learned, too, for policies that learn from
+            gradients.
     """
     steps: dict[str, Step] = {}
     every = recipe.resample_every or 1
@@ -96,6 +111,9 @@ def step_times(
         endless = merged(recipe, {"resample_every": 1 if draws and not held_long else 10**9})
         search = Search(endless, make_model(), batch[0][:1], steps_per_epoch=1000, engine=engine)
         if not draws:
+            if learning:
+                searching = Search(recipe, make_model(), batch[0][:1], steps_per_epoch=1000, engine=engine)
+                steps["learning"] = _search_step(searching, batch, draw=False)
             search.sparse.settle([batch], search.loss_fn)
         steps["slimstart"] = _search_step(search, batch, draw=held_long)
         if held_long:
@@ -109,7 +127,35 @@ def step_times(
         held = times["held"]
         own = {lap: (time + (every - 1) * held[lap]) / every for lap, time in own.items()}
     dense_ms, narrow_ms = (times[name]["total"] if name in times else None for name in ("dense", "uniform"))
-    return StepTimes(own["total"], own["forward"], own["backward"], dense_ms, narrow_ms)
+    learning_ms = times["learning"]["total"] if "learning" in times else None
+    return StepTimes(own["total"], own["forward"], own["backward"], dense_ms, narrow_ms, learning_ms)
+
+
+def bench(
+    recipe: Recipe, image_shape: tuple[int, int, int], num_classes: int, device: str, engine: str, rounds: int
+) -> tuple[float, StepTimes]:
+    """The FLOPs of the uniform network of a recipe's budget, as a fraction of dense, and step times on random images.
+
+    Raises:
+        ConfigError, BudgetError: there is no such network, device or engine, or no sub-network within the budget.
+    """
+    assert recipe.parsed_budget is not None
+    place = surroundings.Place(device, engine=engine)
+    on = surroundings.find_device(place.device)
+    surroundings.set_precision(recipe.precision)
+    torch.manual_seed(recipe.seed)
+    images = torch.randn(recipe.batch_size, *image_shape, device=on)
+    labels = torch.randint(num_classes, (recipe.batch_size,), device=on)
+
+    def make() -> nn.Module:
+        model = make_model(recipe.model, num_classes=num_classes, in_channels=image_shape[0])
+        return surroundings.suited(model, on, on)
+
+    model, example = make(), images[:1]
+    small = uniform(model, trace(model, example, "stream"), recipe.parsed_budget)
+    dense, own = flops(model, example), flops(small, example)
+    del model, small  # free their memory
+    return own / dense, step_times(recipe, make, (images, labels), own, dense, engine, rounds, learning=True)
 
 
 def _uniform(model: nn.Module, batch: Batch, own_flops: int, dense_flops: int, align: int) -> nn.Module:
@@ -145,3 +191,103 @@ def _search_step(search: Search, batch: Batch, draw: bool) -> Step:
             search_step(sparse, loss_fn, batch, watch)
 
     return step
+
+
+# --- a stopwatch ------------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Times of one step and of its parts, in milliseconds.
+
+    Waiting for the device after every part slows a step down, so a watch measures either the total, and waits only at
+    the end, or the parts (`in_parts`).
+    """
+
+    def __init__(self, device: torch.device, in_parts: bool) -> None:
+        self._device, self.in_parts = device, in_parts
+        self.parts: dict[str, float] = {}
+        self._began = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """End the part of this name."""
+        if self.in_parts:
+            now = self._now()
+            self.parts[name] = self.parts.get(name, 0.0) + 1e3 * (now - self._began)
+            self._began = now
+
+    def stop(self) -> float:
+        """Milliseconds since the beginning; of a watch without parts."""
+        return 1e3 * (self._now() - self._began)
+
+
+Step = Callable[[Stopwatch], None]
+
+
+def compare(
+    steps: Mapping[str, Step], device: torch.device, rounds: int, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Median time of every contender as "total", and its parts.
+
+    Args:
+        steps: each runs one training step and calls `lap` after each part.
+        rounds: measurements of each contender in each way, after one round of warm-up ...
+        seconds: ... but no new round begins after this time, once there are two.
+    """
+    totals: dict[str, list[float]] = defaultdict(list)
+    parts: dict[str, list[dict[str, float]]] = defaultdict(list)
+    began = time.perf_counter()
+    for number in range(rounds + 1):
+        if number > 2 and time.perf_counter() - began > seconds:
+            break
+        for name, step in steps.items():
+            whole = Stopwatch(device, in_parts=False)
+            step(whole)
+            total = whole.stop()
+            divided = Stopwatch(device, in_parts=True)
+            step(divided)
+            if number:
+                totals[name].append(total)
+                parts[name].append(divided.parts)
+    return {name: _divided(statistics.median(totals[name]), parts[name]) for name in steps}
+
+
+def _divided(total: float, rows: list[dict[str, float]]) -> dict[str, float]:
+    medians = {part: statistics.median(row[part] for row in rows) for part in rows[0]}
+    share = total / sum(medians.values())
+    return {"total": total, **{part: share * time for part, time in medians.items()}}
+
+
+# --- steps with a stopwatch after each part, which captured steps do not have ----------------------------------------
+
+
+def plain_step(net: nn.Module, optimizer: Optimizer, loss_fn: LossFunction, batch: Batch, watch: Stopwatch) -> None:
+    """A step of a network whose structure does not change."""
+    loss = loss_fn(net, *batch)
+    watch.lap("forward")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    watch.lap("backward")
+    optimizer.step()
+    watch.lap("other")
+
+
+def search_step(sparse: SparseTraining, loss_fn: LossFunction, batch: Batch, watch: Stopwatch) -> None:
+    """A step of a search by hand, all forwards in one part."""
+    loss = loss_fn(sparse.model, *batch)
+    with torch.no_grad():
+        references = [loss_fn(net, *batch) for net in sparse.references()]
+    watch.lap("forward")
+    optimizer = sparse.optimizer
+    assert isinstance(optimizer, Optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    watch.lap("backward")
+    optimizer.step()
+    if sparse.policy.learns_from == "losses":
+        sparse.update(loss, references)
+    watch.lap("other")

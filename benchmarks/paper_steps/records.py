@@ -1,4 +1,4 @@
-"""The record of `slimstart bench`. It can be read without torch.
+"""The record of `run_paper_steps.py`. It can be read without torch.
 
 Conventions are those of `slimstart.lab.records`: times in milliseconds per training step, ratios as fractions of the
 dense network, one multiply-add = 1 FLOP. What was not measured is None. Numbers out of range, and ratios that

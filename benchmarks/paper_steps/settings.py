@@ -1,4 +1,4 @@
-"""Settings of `slimstart bench`. Wrong values are refused all at once, before anything is built."""
+"""Settings of `run_paper_steps.py`. Wrong values are refused all at once, before anything is built."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from paper_steps.records import STRUCTURES
 from slimstart.errors import ConfigError
-from slimstart.lab.bench.bench_records import STRUCTURES
 from slimstart.lab.recipes.recipe import Recipe, parse_budget
 
 

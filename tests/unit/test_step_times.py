@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from slimstart.lab import models
-from slimstart.lab.recipes.recipe import Recipe
-from slimstart.lab.run.step_times import step_times
-from slimstart.lab.run.timing import Step, Stopwatch, compare
+from slimstart.lab.recipes.recipe import Recipe, merged
+from slimstart.lab.run.step_times import Step, Stopwatch, bench, compare, step_times
 from slimstart.narrow import Change, Networks
+from slimstart.training import SparseTraining
 
 
 def sleeping(first: float, second: float) -> Step:
@@ -59,3 +59,29 @@ def test_a_step_within_a_window_changes_no_structure(resample_every: int, monkey
     assert times.forward + times.backward < times.total
     assert times.dense is not None
     assert times.narrow is not None
+
+
+def test_bench_measures_the_networks_of_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The uniform network of half of the FLOPs, and the dense one of the same class."""
+    recipe = Recipe(model="tests.tiny_networks:with_dropout", budget="flops=0.5", batch_size=4, lr=0.01)
+    settled: list[bool] = []
+    original = SparseTraining.step
+
+    def counted(self: SparseTraining, *args: Any, **options: Any) -> Any:
+        settled.append(self.settled)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(SparseTraining, "step", counted)
+    ratio, times = bench(recipe, (3, 32, 32), 10, "cpu", "eager", rounds=2)
+    dense = 64 * 8 * 27 + 16 * 16 * 72 + 160  # places x filters x inputs, twice, and the classifier
+    widths = [(a, b) for a in range(1, 9) for b in range(1, 17)]
+    possible = [(64 * a * 27 + 16 * b * 9 * a + 10 * b) / dense for a, b in widths]
+    assert ratio in possible
+    assert 0.4 < ratio <= 0.5
+    # Three to warm up, and one total in each of three rounds: while learning, and after it.
+    assert settled.count(False) == settled.count(True) == 3 + 3
+    assert times.learning is not None
+    assert times.dense is not None
+    assert times.narrow is not None
+    _, times = bench(merged(recipe, {"policy": "paper"}), (3, 32, 32), 10, "cpu", "eager", rounds=1)
+    assert times.learning is None  # every step of Algorithm 1 learns

@@ -1,40 +1,37 @@
-"""`slimstart bench`: what a row says is the arithmetic of what was measured, and everything wrong is refused before."""
+"""benchmarks/run_paper_steps.py: a row is the arithmetic of its times, and everything wrong is refused before."""
 
 import dataclasses
 import json
 import logging
 import re
-import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import run_paper_steps
 import torch
+from paper_steps import benchmark as bench
+from paper_steps import contenders as bench_contenders
+from paper_steps import records as bench_records
+from paper_steps import structures as bench_structure
+from paper_steps.benchmark import Benchmark, run
+from paper_steps.records import Bench, Row
+from paper_steps.settings import Settings
+from paper_steps.turns import Turn, spread, take_turns
 from torch import nn
 
 from slimstart.errors import CheckpointError, ConfigError, RecordError
 from slimstart.graph import trace
-from slimstart.lab.bench import bench_plot, bench_records
-from slimstart.lab.bench import benchmark as bench
-from slimstart.lab.bench import contenders as bench_contenders
-from slimstart.lab.bench import structures as bench_structure
-from slimstart.lab.bench.bench_records import Bench, Row
-from slimstart.lab.bench.bench_settings import Settings
-from slimstart.lab.bench.benchmark import Benchmark, run
-from slimstart.lab.cli import main
-from slimstart.lab.cli.display import console
 from slimstart.lab.models import build
 from slimstart.lab.run.run_folder import Run
-from slimstart.lab.run.timing import Turn, spread, take_turns
 from slimstart.narrow import Change, Networks
 from slimstart.policies import Flops, Paper
 from slimstart.training import SparseTraining
 
 OWN = "tests.tiny_networks:with_dropout"
-RESIDUAL = "tests.integration.test_bench:residual"
+RESIDUAL = "tests.integration.test_paper_steps:residual"
 CPU = torch.device("cpu")
 
 
@@ -105,7 +102,7 @@ def record(*rows: Row) -> Bench:
 def test_turns_are_times_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     clock = [0.0]
-    monkeypatch.setattr("slimstart.lab.run.timing.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("slimstart.lab.run.step_times.time.perf_counter", lambda: clock[0])
 
     def lasting(name: str, seconds: float) -> Callable[[], None]:
         return lambda: (calls.append(name), clock.append(clock.pop() + seconds))[1]
@@ -341,97 +338,46 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             bench_records.read(tmp_path)
 
 
-def test_the_plot_shows_lines_limit_and_paper() -> None:
-    rows = [row(flops_ratio=0.1), row(flops_ratio=0.02, structure="start", resample_every=1)]
-    lines = {label: (points, role) for label, points, role, *_ in bench_plot._lines(rows)}
-    assert lines["proportional to FLOPs"][0] == [(0.017, 1 / 0.017), (0.286, 1 / 0.286)]
-    assert lines["narrow network: the limit"][0] == [(0.1, 8 / 1.5), (0.02, 8 / 1.5)]
-    assert lines["slimstart, start, a draw every 1 steps"][0] == [(0.02, 4.0)]
-    assert lines["slimstart, middle, a draw every 10 steps"][0] == [(0.1, 4.0)]
-    drawn = bench_plot.draw(record(*rows))
-    assert drawn == bench_plot.draw(record(*rows))
-    root = ElementTree.fromstring(drawn)
-    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {*lines, "FLOPs, of dense", "10 %", "times faster than dense"} <= texts
-    assert set(re.findall(r"var\((--[\w-]+)\)", drawn)) <= set(re.findall(r"(--[\w-]+):", drawn))  # all have a value
-    assert "--ink: #e7eaee" in drawn  # for the dark, too
-
-
 # --------------------------------------------------------------------------- the command
 
-Slimstart = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture
-def slimstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Slimstart:
-    """Run the command in this process, in an empty folder: exit status, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "_width", 250)
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["slimstart", "bench", "--device", "cpu", "--out", "here", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return int(stopped.value.code or 0), captured.out, captured.err
-
-    return command
-
-
-def test_the_command_measures_writes_and_shows(slimstart: Slimstart, tmp_path: Path) -> None:
-    arguments = ["--model", OWN, "--budget", "flops=0.5,params=0.6", "--batch-size", "4", "--seconds", "0.05"]
-    status, output, errors = slimstart(*arguments, "--structure", "start", "--resample-every", "2,3", "--rounds", "3")
-    assert status == 0, errors
+def test_the_command_measures_writes_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"model": OWN, "budget": "flops=0.5,params=0.6", "batch_size": 4, "seconds": 0.05}
+    options |= {"structure": "start", "resample_every": "2,3", "rounds": 3, "device": "cpu", "out": tmp_path / "here"}
+    run_paper_steps.bench(**options)
+    output = capsys.readouterr().out
     found = bench_records.read(tmp_path / "here")
     assert [(one.budget, one.resample_every) for one in found.rows] == [
         *(("flops=0.5", 2), ("flops=0.5", 3)),
         *(("params=0.6", 2), ("params=0.6", 3)),
     ]
-    assert found.command.startswith("slimstart bench --device cpu")
     assert (found.settings["batch_size"], found.device, found.torch) == (4, "cpu", torch.__version__)
     for one in found.rows:
         assert 2 <= one.num_turns <= 3
         assert f"{one.speedup:.2f}x dense, {one.of_limit:.2f}x narrow" in output
         assert 0 < one.dense_forward_ms < one.dense_ms
         assert one.peak_memory is None
-    assert "(eager" in output
-    assert (tmp_path / "here" / "speedup.svg").read_text().startswith("<svg xmlns=")
-    status, _, errors = slimstart(*arguments)
-    assert (status, "here already holds a record; choose another --out" in errors) == (2, True)
+    with pytest.raises(ConfigError, match="already holds a record; choose another --out"):
+        run_paper_steps.bench(**options)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changes", "message"),
     [
-        (["--model", "vgg91"], "vgg19"),
-        (["--budget", "flops"], "it must be channels=F, params=F or flops=F"),
-        (["--budget", "flops=0.1,flops=2"], "`budget` is 'flops=2'"),
-        (["--budget", "flops=0.000001"], "feasible from"),
-        (["--budget", ","], "`budget` is empty; give one value, or several with commas"),
-        (["--resample-every", "1,often"], "`resample_every` is '1,often'; it must be a number, or several"),
-        (["--resample-every", "1,0"], "`resample_every` is 0; it must be at least 1"),
-        (["--structure", "start,end"], "`structure` is 'end'; it must be one of start, middle"),
-        (["--structure", "start", "--keep-probs", "run"], "`keep_probs` is for the structure `middle`"),
-        (["--batch-size", "0", "--align", "0"], "`batch_size` is 0.*`align` is 0; it must be at least 1"),
-        (["--precision", "half", "--coupling", "loose"], "`coupling` is 'loose'.*`precision` is 'half'"),
-        (["--image-size", "0"], "`image_size` is 0; it must be at least 1"),
-        (["--classes", "0"], "`classes` is 0; it must be at least 1"),
-        (["--rounds", "1"], "`rounds` is 1; it must be at least 2"),
-        (["--seconds", "0"], "`seconds` is 0.0; it must be positive"),
-        (["--seed", "-1"], "`seed` is -1; it must not be negative"),
-        (["--device", "toaster"], "cannot be used here"),
-        (["--model", OWN, "--out", "file/below"], "file/below cannot be made.*choose another --out"),
+        ({"budgets": ("flops=0.1", "flops=2")}, "`budget` is 'flops=2'"),
+        ({"budgets": ()}, "`budget` is empty; give one value, or several with commas"),
+        ({"resample_every": (1, 0)}, "`resample_every` is 0; it must be at least 1"),
+        ({"structures": ("start", "end")}, "`structure` is 'end'; it must be one of start, middle"),
+        ({"structures": ("start",), "keep_probs": "run"}, "`keep_probs` is for the structure `middle`"),
+        ({"batch_size": 0, "align": 0}, "`batch_size` is 0.*`align` is 0; it must be at least 1"),
+        ({"image_size": 0}, "`image_size` is 0; it must be at least 1"),
+        ({"rounds": 1}, "`rounds` is 1; it must be at least 2"),
+        ({"seconds": 0.0}, "`seconds` is 0.0; it must be positive"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_usage_is_one_line_and_status_2(
-    slimstart: Slimstart, arguments: list[str], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    status, _, errors = slimstart(*arguments)
-    assert (status, errors.count("\n")) == (2, 1)
-    assert re.search(message, errors)
-    assert not (tmp_path / "here").exists()
+def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(**changes)
 
 
 def test_rows_are_kept_as_they_come(tmp_path: Path, taken: list[Any]) -> None:

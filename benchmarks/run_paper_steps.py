@@ -1,4 +1,9 @@
-"""`slimstart bench`: the time of a training step, compared with the dense and a narrow network."""
+"""Step times of the paper's policy, compared with the dense network and a narrow one.
+
+    python benchmarks/run_paper_steps.py --model vgg19 --budget flops=0.25,flops=0.1 --out results/bench-cpu
+
+`slimstart bench` is shorter: it times a model of yours with either policy, and writes no record.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +19,11 @@ from slimstart.lab.cli.options import split
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slimstart.lab.bench.bench_records import Row
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("bench", epilog="Example: slimstart bench --model vgg19 --budget flops=0.25,flops=0.1 --out bench")(
-        bench
-    )
+    from paper_steps.records import Row
 
 
 def bench(
-    out: Annotated[Path, typer.Option(help="Folder for record.json and speedup.svg.")],
+    out: Annotated[Path, typer.Option(help="Folder for record.json.")],
     model: Annotated[
         str, typer.Option(help="Network: one of ours, timm:NAME, or your own code as module:factory.")
     ] = "vgg19",
@@ -70,9 +69,9 @@ def bench(
     The narrow network has the widths of a draw and is the limit. All take turns in one process, each in its fastest
     form. The time of slimstart includes structure updates and both forwards.
     """
-    from slimstart.lab.bench import bench_records
-    from slimstart.lab.bench.bench_settings import Settings
-    from slimstart.lab.bench.benchmark import run
+    from paper_steps import records
+    from paper_steps.benchmark import run
+    from paper_steps.settings import Settings
 
     settings = Settings(
         budgets=split(budget),
@@ -98,15 +97,8 @@ def bench(
             f"{row.speedup:.2f}x dense, {row.of_limit:.2f}x narrow ({row.num_turns} turns)",
             markup=False,
         )
-    record = bench_records.read(out)
-    _show(record.rows)
-    try:
-        from slimstart.lab.bench import bench_plot
-    except ImportError as error:  # matplotlib is not needed for training
-        console.print(f"no plot is drawn: {error}", markup=False)
-        return
-    bench_plot.write(record, out / "speedup.svg")
-    console.print(f"record: {out / 'record.json'}, plot: {out / 'speedup.svg'}", markup=False)
+    _show(records.read(out).rows)
+    console.print(f"record: {out / 'record.json'}", markup=False)
 
 
 def _show(rows: Sequence[Row]) -> None:
@@ -134,3 +126,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in split(text))
     except ValueError as error:
         raise ConfigError(f"`{name}` is {text!r}; it must be a number, or several with commas between them") from error
+
+
+if __name__ == "__main__":
+    typer.run(bench)

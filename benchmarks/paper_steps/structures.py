@@ -1,4 +1,4 @@
-"""The structures that `slimstart bench` measures: s at the start or in the middle of a search, and its masks."""
+"""The structures that `run_paper_steps.py` measures: s at the start or in the middle of a search, and its masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `slimstart bench` times: a plain network with every engine that could be its fastest, and steps in parts."""
+"""What `run_paper_steps.py` times: a plain network with every engine that could be its fastest, and steps in parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from slimstart.lab.run.evaluation import logits_of
 from slimstart.lab.run.make_method import Batch
-from slimstart.lab.run.timing import Step, Stopwatch, plain_step, search_step
+from slimstart.lab.run.step_times import Step, Stopwatch, plain_step, search_step
 from slimstart.steps import PlainTraining
 from slimstart.training import SparseTraining
 

@@ -17,18 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from paper_steps import records
+from paper_steps.contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
+from paper_steps.records import Bench, Row
+from paper_steps.settings import Settings
+from paper_steps.structures import decided, executed_flops, saved_policy, to_the_middle, typical_mask
+from paper_steps.turns import Turn, spread, take_turns
 from slimstart.errors import BudgetError, ConfigError
 from slimstart.flop_counter import flops
 from slimstart.graph import trace
-from slimstart.lab.bench import bench_records
-from slimstart.lab.bench.bench_records import Bench, Row
-from slimstart.lab.bench.bench_settings import Settings
-from slimstart.lab.bench.contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
-from slimstart.lab.bench.structures import decided, executed_flops, saved_policy, to_the_middle, typical_mask
 from slimstart.lab.methods import uniform_of_flops
 from slimstart.lab.recipes.recipe import make_model, parse_budget
 from slimstart.lab.run import environment as surroundings
-from slimstart.lab.run.timing import Turn, compare, spread, take_turns
+from slimstart.lab.run.step_times import compare
 from slimstart.narrow import compact
 from slimstart.narrow.stream_ports import StreamPort
 from slimstart.policies import Paper
@@ -62,7 +63,7 @@ def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
     for row in benchmark.rows():
         rows.append(row)
         bench = Bench(**about, finished=surroundings.now(), settings=dataclasses.asdict(settings), rows=tuple(rows))
-        bench_records.write(bench, file)
+        records.write(bench, file)
         yield row
 
 
