@@ -40,7 +40,7 @@ from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.optimizer_state import check_state, held_by, unwrapped
 from slimstart.narrow.state_dicts import ModelState, PartialLoads
 from slimstart.narrow.verify import prove
-from slimstart.policies import Budget, Learner, Policy, get_policy
+from slimstart.policies import Budget, Learner, Policy, get_policy, joined
 from slimstart.policies.base import check_count, removed_layers
 from slimstart.steps import host_memory as memory
 from slimstart.steps.captured import CapturedStep
@@ -68,7 +68,7 @@ class SparseTraining(Stepping):
         model: module whose forward can be traced; it may be in `DistributedDataParallel` or `torch.compile`.
         optimizer: optimizer of the model's parameters, or a list of optimizers that all step in an iteration.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
-        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
+        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's; or a list, if several must hold.
         total_steps: number of steps of the whole training, which policies plan with.
         policy: method that learns the structure: "equal_worth" (widths, from the gradients of ordinary steps), "paper"
             (Algorithm 1), or an object with settings: `EqualWorth(...)`, `Paper(...)`, or one of your own
@@ -110,7 +110,7 @@ class SparseTraining(Stepping):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         example_inputs: Any,
-        budget: Budget,
+        budget: Budget | Sequence[Budget],
         *,
         total_steps: int | None = None,
         policy: str | Policy = "equal_worth",
@@ -122,8 +122,7 @@ class SparseTraining(Stepping):
         pretrained: bool | None = None,
         full_model_device: str | torch.device | None = None,
     ) -> None:
-        if not isinstance(budget, Budget):
-            raise TypeError(f"`budget` is {budget!r}; it must be a budget, such as slimstart.Flops(0.10)")
+        budget = joined(budget)
         check_count("total_steps", total_steps, optional=True)
         self._given, self.model, self._examples = model, unwrapped_model(model), example_inputs
         check_model(self.model)
@@ -437,7 +436,10 @@ class SparseTraining(Stepping):
 
     @property
     def expected_cost(self) -> float:
-        """The cost that the budget limits, in expectation over masks, as a fraction of the dense model's."""
+        """The cost that the budget limits, in expectation over masks, as a fraction of the dense model's.
+
+        Of several budgets, that of the one nearest to its limit.
+        """
         return self.learner.expected_cost
 
     # --- the end of the search ---------------------------------------------------------------------------------------

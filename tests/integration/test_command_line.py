@@ -136,6 +136,10 @@ def test_inspect_shows_groups_reasons_and_costs(slimstart: Slimstart) -> None:
     assert "it is an output of the network" in output
     assert "40,813,184" in output
     assert "100.0% of the FLOPs can shrink" in output
+    status, output, _ = slimstart("inspect", "resnet20", "--budget", "flops=0.25+params=0.1")
+    found = dict(re.findall(r"^(flops|params) .* ([\d.]+) *$", output, re.MULTILINE))
+    assert float(found["flops"]) <= 0.25
+    assert 0.099 < float(found["params"]) <= 0.1
     status, output, _ = slimstart("inspect", OWN, "--image", "1x28x28", "--coupling", "stream")
     assert status == 0
     assert "8" in output

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slimstart import Channels, EqualWorth, Flops, Params, SparseTraining
 from slimstart.lab import models
+from slimstart.policies import joined
 from slimstart.steps import host_memory as memory
 from tests.settings import arguments
 from tests.simulated_gpu import simulate_gpu
@@ -206,6 +207,7 @@ def test_needs_are_counted_from_shapes(optimizer: Any, per_weight: int) -> None:
     assert memory.estimate(model, made, Channels(0.5)).subnet == needs.subnet  # of inputs and of outputs
     assert memory.estimate(model, made, Flops(0.5)).subnet == 2 * needs.subnet
     assert memory.estimate(model, made).subnet == 4 * needs.subnet
+    assert memory.estimate(model, made, joined([Flops(0.5), Params(0.25), Channels(0.6)])).subnet == needs.subnet
     assert needs.verification == 2 * 8 * weights  # two copies in float64
     assert needs.host == needs.weights + max(needs.state, needs.verification)
     assert not made.state, "nothing was made"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from slimstart import CheckpointError, EqualWorth, Flops, SparseTraining, flops, load, save, shrink_to
+from slimstart import CheckpointError, EqualWorth, Flops, Paper, Params, SparseTraining, flops, load, save, shrink_to
 from slimstart.lab import models
 from slimstart.policies.base import Padding
 from tests.layer_policy import Rounds, RoundsSearch
@@ -42,6 +42,36 @@ def run(sparse, optimizer, steps, start=0):
 
 
 # --- the rule for depth ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [EqualWorth(), EqualWorth(depth=0.5), Paper()], ids=["widths", "depth", "paper"])
+def test_several_budgets_hold_at_every_step(policy):
+    """What PyTorch counts on the narrow network itself; for the paper's policy, in expectation until it is finished."""
+    torch.manual_seed(0)
+    model, (images, _) = make(), batch(0)
+    limits = 0.2 * flops(model, images[:2]), 0.12 * sum(p.numel() for p in model.parameters())
+    budget = [Flops(0.2), Params(0.12)]
+
+    def within(model):
+        return flops(model, images[:2]) <= limits[0] and sum(p.numel() for p in model.parameters()) <= limits[1]
+
+    def start(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        return SparseTraining(model, optimizer, images[:2], budget, total_steps=40, policy=policy), optimizer
+
+    sparse, _ = start(model)
+    for step in range(12):
+        sparse.step(lambda net, images, labels: F.cross_entropy(net(images), labels), *batch(step))
+        assert isinstance(policy, Paper) or within(model)
+        for one in budget:
+            bound = one.bind(sparse.graph.costs)
+            assert float(bound.expected(sparse.keep_probs)) <= bound.limit
+        assert 0.11 < sparse.expected_cost <= 0.2
+    resumed, _ = start(make(seed=1))
+    resumed.load_state_dict(sparse.state_dict())
+    assert torch.equal(resumed.keep_probs, sparse.keep_probs)
+    for one in (sparse, resumed):
+        assert within(one.finish())
 
 
 def test_layers_go_at_the_start_and_widths_fill_the_budget():

@@ -97,14 +97,18 @@ def test_given_fine_tuning_epochs_take_precedence() -> None:
 
 def test_all_runs_seed_by_seed_and_dense_once() -> None:
     found = trials(
-        BASE, ["dense", "uniform", "slimstart:pge"], ["flops=0.10", "params=0.05"], num_seeds=2, total_epochs=34
+        BASE,
+        ["dense", "uniform", "slimstart:pge"],
+        ["flops=0.10", "params=0.05 + flops=0.20"],
+        num_seeds=2,
+        total_epochs=34,
     )
     names = [
         "dense-seed0",
         "uniform-flops-0.1-seed0",
         "slimstart-pge-flops-0.1-seed0",
-        "uniform-params-0.05-seed0",
-        "slimstart-pge-params-0.05-seed0",
+        "uniform-params-0.05-flops-0.2-seed0",
+        "slimstart-pge-params-0.05-flops-0.2-seed0",
     ]
     assert [trial.name for trial in found] == names + [name.replace("seed0", "seed1") for name in names]
     assert all(re.fullmatch(r"[\w.-]+", trial.name) for trial in found)

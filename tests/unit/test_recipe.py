@@ -15,14 +15,27 @@ from slimstart.graph import trace
 from slimstart.lab.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
 from slimstart.lab.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
 from slimstart.lab.recipes.schedules import learning_rate
-from slimstart.policies import Channels, Flops, Paper, Params
+from slimstart.policies import Channels, Flops, JointBudget, Paper, Params
 
 
 def test_budgets_are_parsed() -> None:
     assert parse_budget("flops=0.1") == Flops(0.1)
     assert parse_budget(" params = 5e-2") == Params(0.05)
     assert parse_budget("channels=1") == Channels(1.0)
-    for wrong in ("flops", "flops=", "flop=0.1", "flops=0", "flops=1.01", "flops=nan", "0.1", "flops=0.1=0.2"):
+    assert parse_budget("flops=0.1 + params=0.05") == JointBudget((Flops(0.1), Params(0.05)))
+    for wrong in (
+        "flops=0.1+",
+        "flops=0.1+flops=0.2",
+        "flops=0.1,params=0.2",
+        "flops",
+        "flops=",
+        "flop=0.1",
+        "flops=0",
+        "flops=1.01",
+        "flops=nan",
+        "0.1",
+        "flops=0.1=0.2",
+    ):
         with pytest.raises(ConfigError, match="`budget` is"):
             parse_budget(wrong)
 

@@ -68,10 +68,10 @@ def test_a_sibling_fills_the_budget_of_the_dense_network(budget: Flops | Params 
     example = torch.zeros(1, 3, 32, 32)
     dense = build("resnet20", num_classes=10)
     graph = trace(dense, example, "stream")
-    sibling, own, share = wide_sibling(
+    sibling, own = wide_sibling(
         lambda width: build("resnet20", num_classes=10, width=width, stages=stages), graph, budget, example
     )
-    network = uniform(sibling, own, share)
+    network = uniform(sibling, own, budget)
     limit = budget.bind(graph.costs).limit
     traced = trace(network, example, "stream")
     cost = type(budget)(1.0).bind(traced.costs).dense
@@ -91,4 +91,4 @@ def test_a_budget_that_no_sibling_meets_is_refused() -> None:
         return build("resnet20", num_classes=10, width=width, stages="1,1,2")
 
     with pytest.raises(BudgetError):
-        uniform(*wide_sibling(make, graph, Flops(1e-5), example))
+        uniform(*wide_sibling(make, graph, Flops(1e-5), example), Flops(1e-5))

@@ -9,7 +9,7 @@ Tested with Lightning 2.6.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Slimming(Callback):
     `callback.sparse.finish()`.
 
     Args:
-        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense network's.
+        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense network's; or a list, if several must hold.
         policy: "equal_worth", or a policy that learns from gradients.
         module: name of the module to narrow in the LightningModule; "" is the LightningModule itself. By default, its
             only child with parameters, or, if there are several and it has a `forward`, the LightningModule itself.
@@ -72,7 +72,7 @@ class Slimming(Callback):
 
     def __init__(
         self,
-        budget: Budget,
+        budget: Budget | Sequence[Budget],
         policy: str | Policy = "equal_worth",
         *,
         module: str | None = None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class SlimmingCallback(TrainerCallback):
     of the `Trainer`. After an interrupt, call `callback.sparse.finish()`.
 
     Args:
-        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's.
+        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's; or a list, if several must hold.
         policy: "equal_worth", or a policy that learns from gradients.
         example_inputs: inputs of the model; by default the first two examples of the training data.
         checkpoint: folder of the checkpoint that is resumed from, if it is not in `output_dir`.
@@ -69,7 +69,7 @@ class SlimmingCallback(TrainerCallback):
 
     def __init__(
         self,
-        budget: Budget,
+        budget: Budget | Sequence[Budget],
         policy: str | Policy = "equal_worth",
         *,
         example_inputs: Any = None,

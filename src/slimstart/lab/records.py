@@ -117,7 +117,7 @@ class Record:
     data: str
     num_classes: int
     image_shape: tuple[int, ...]  # channels, height, width
-    budget: str | None  # "flops=0.1"
+    budget: str | None  # "flops=0.1", or "flops=0.1+params=0.05"
     seed: int
     epochs: int  # all phases together
     batch_size: int
@@ -174,6 +174,12 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def budget_parts(text: str) -> list[tuple[str, str]]:
+    """Kinds and fractions of a budget, as they are written: "flops=0.1+params=0.05" has two."""
+    parts = (part.partition("=") for part in text.split("+"))
+    return [(kind.strip(), number) for kind, _, number in parts]
 
 
 def write(record: Record, path: str | os.PathLike[str]) -> None:

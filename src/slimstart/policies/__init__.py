@@ -15,7 +15,7 @@ Both use `budgets.py`: the exact cost of a mask, and the expected cost of keep-p
 """
 
 from slimstart.policies.base import DeviceLearner, GradientLearner, Learner, Padding, Policy
-from slimstart.policies.budgets import BoundBudget, Budget, Channels, Flops, Params
+from slimstart.policies.budgets import BoundBudget, Budget, Channels, Flops, FractionBudget, JointBudget, Params, joined
 from slimstart.policies.equal_worth import EqualWorth, EqualWorthSearch
 from slimstart.policies.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of, score
 from slimstart.policies.masks import cut, sample
@@ -35,7 +35,9 @@ __all__ = [
     "EqualWorthSearch",
     "Estimator",
     "Flops",
+    "FractionBudget",
     "GradientLearner",
+    "JointBudget",
     "Learner",
     "Padding",
     "Paper",
@@ -45,6 +47,7 @@ __all__ = [
     "cut",
     "get_estimator",
     "get_policy",
+    "joined",
     "leave_one_out_of",
     "project",
     "sample",

@@ -38,7 +38,7 @@ class Policy(Protocol):
 
         Args:
             costs: of the network.
-            budget: `Channels`, `Params` or `Flops`.
+            budget: `Channels`, `Params` or `Flops`, or several (`JointBudget`).
             total_steps: number of steps of the whole training; None if it is not known.
 
         Raises:
@@ -80,7 +80,7 @@ class Learner(Protocol):
 
     @property
     def expected_cost(self) -> float:
-        """Expected cost in the unit of the budget, as a fraction of the dense network's."""
+        """Expected cost in the unit of the budget, as a fraction of the dense network's (`BoundBudget.share`)."""
 
     @property
     def is_done(self) -> bool:

@@ -1,14 +1,22 @@
-"""Budgets: the largest part of the dense network's filters, parameters or FLOPs that a narrow one may have.
+r"""Budgets: the largest part of the dense network's filters, parameters or FLOPs that a narrow one may have.
 
 A budget is a fraction and knows no network. Bound to a cost table (`bind`), it gives the limit, the cost of a mask, and
 the expected cost of keep-probabilities.
+
+Several budgets :math:`c_i \le K_i` that must all hold are one budget again, `JointBudget`, with the cost
+
+.. math:: c(m) = \max_i c_i(m) / K_i \le 1, \qquad c(s) = \max_i \mathbb{E}[c_i] / K_i \le 1.
+
+So all that fits widths or masks to a budget, or projects on it, fits several.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,12 +41,17 @@ class BoundBudget(Movable, ABC):
     """
 
     num_units: int
-    dense: int
-    minimum: int
+    dense: float
+    minimum: float
     limit: float
 
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The limit of each budget: one, or those of several."""
+        return (self.limit,)
+
     @abstractmethod
-    def cost(self, mask: Tensor) -> int:
+    def cost(self, mask: Tensor) -> float:
         """The exact cost of a mask after the at-least-one rule, which is applied here.
 
         Args:
@@ -53,6 +66,15 @@ class BoundBudget(Movable, ABC):
             float64 of shape (...), on the budget's device, differentiable.
         """
 
+    def tightest(self, s: Tensor) -> BoundBudget:
+        """Of several budgets, the one nearest to its limit at s of shape (U,); or this one."""
+        return self
+
+    def share(self, s: Tensor) -> float:
+        """The expected cost at s, as a fraction of the dense network's; of several budgets, that of the tightest."""
+        tightest = self.tightest(s)
+        return float(tightest.expected(s)) / tightest.dense
+
     def gradient(self, s: Tensor) -> Tensor:
         """The gradient of `expected` at s; both of shape (U,)."""
         point = s.detach().double().requires_grad_()
@@ -60,7 +82,7 @@ class BoundBudget(Movable, ABC):
             (gradient,) = torch.autograd.grad(self.expected(point), point)
         return gradient
 
-    def _set_limit(self, budget: Budget, num_units: int, dense: int, what: str) -> None:
+    def _set_limit(self, budget: FractionBudget, num_units: int, dense: int, what: str) -> None:
         self.num_units, self.dense = num_units, dense
         self.minimum = self.cost(torch.zeros(num_units, dtype=torch.bool))
         self.limit = budget.fraction * self.dense
@@ -86,7 +108,7 @@ class BoundChannels(BoundBudget):
     constraint is linear and the projection the exact Euclidean one. `cost` of a mask counts it.
     """
 
-    def __init__(self, budget: Budget, table: CostTable) -> None:
+    def __init__(self, budget: FractionBudget, table: CostTable) -> None:
         self._table = table
         self.filters = table.unit_filters.cpu().double()
         self._set_limit(budget, table.num_units, int((table.whole or table).unit_filters.sum()), "filters")
@@ -104,7 +126,7 @@ class BoundChannels(BoundBudget):
 class BoundPolynomial(BoundBudget):
     """`Params` or `Flops` over a cost table: the exact expectation over independent draws and the at-least-one rule."""
 
-    def __init__(self, budget: Budget, cost: ExpectedCost, dense: int, what: str) -> None:
+    def __init__(self, budget: FractionBudget, cost: ExpectedCost, dense: int, what: str) -> None:
         self._cost = cost
         self._set_limit(budget, cost.num_units, dense, what)
 
@@ -117,8 +139,75 @@ class BoundPolynomial(BoundBudget):
         return self._cost.mean(s.to(self.device, torch.float64))
 
 
-@dataclass(frozen=True)
+class BoundJoint(BoundBudget):
+    """Several budgets over one cost table; the cost is the largest multiple of a limit, and its limit is 1.
+
+    Args:
+        parts: the bound budgets.
+    """
+
+    def __init__(self, parts: Sequence[BoundBudget]) -> None:
+        self._parts, self.num_units, self.limit = tuple(parts), parts[0].num_units, 1.0
+        self.dense, self.minimum = self._largest("dense"), self._largest("minimum")
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        return tuple(part.limit for part in self._parts)
+
+    def to(self, device: torch.device | str) -> Self:
+        moved = super().to(device)
+        moved._parts = tuple(part.to(device) for part in self._parts)
+        return moved
+
+    # Divisions, not products with 1 / limit: c / K <= 1 in floating-point numbers if and only if c <= K.
+
+    def _largest(self, name: str) -> float:
+        return max(_multiple(getattr(part, name), part) for part in self._parts)
+
+    def cost(self, mask: Tensor) -> float:
+        return max(_multiple(part.cost(mask), part) for part in self._parts)
+
+    def expected(self, s: Tensor) -> Tensor:
+        return self._multiples(s).amax(0)
+
+    def _multiples(self, s: Tensor) -> Tensor:
+        """(N, ...): the expected cost in every budget, as a multiple of its limit."""
+        return torch.stack([part.expected(s) / (part.limit or 1.0) for part in self._parts])
+
+    def tightest(self, s: Tensor) -> BoundBudget:
+        return self._parts[int(self._multiples(s).argmax())]
+
+
+def _multiple(cost: float, part: BoundBudget) -> float:
+    # A limit of 0 is that of a network in which nothing has a cost.
+    return cost / (part.limit or 1.0)
+
+
 class Budget(ABC):
+    """A limit on the cost of a network, as a fraction of the dense network's."""
+
+    @property
+    @abstractmethod
+    def smallest(self) -> float:
+        """The fraction; of several budgets, the smallest one."""
+
+    @abstractmethod
+    def bind(self, table: CostTable) -> BoundBudget:
+        """This budget for one network.
+
+        The dense network is that of `table.whole`, if the table has one.
+
+        Raises:
+            BudgetError: even the narrowest sub-network costs more; the message gives the feasible range.
+        """
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Self:
+        """The budget with its fraction, or fractions, multiplied; none exceeds 1."""
+
+
+@dataclass(frozen=True)
+class FractionBudget(Budget):
     """A fraction of the dense network's cost, 0 < fraction <= 1."""
 
     fraction: float
@@ -127,17 +216,70 @@ class Budget(ABC):
         if not 0 < self.fraction <= 1:
             raise BudgetError(f"`fraction` of `{type(self).__name__}` is {self.fraction}; it must be in (0, 1]")
 
-    @abstractmethod
-    def bind(self, table: CostTable) -> BoundBudget:
-        """This budget for one network.
+    @property
+    def smallest(self) -> float:
+        return self.fraction
 
-        Raises:
-            BudgetError: even the narrowest sub-network costs more; the message gives the feasible range.
-        """
+    def scaled(self, factor: float) -> Self:
+        return replace(self, fraction=min(1.0, factor * self.fraction))
 
 
 @dataclass(frozen=True)
-class Channels(Budget):
+class JointBudget(Budget):
+    """Several budgets of different kinds, which all hold; `joined` makes it.
+
+    The narrowest sub-network is the same for all of them, so they are feasible together if each of them is.
+    """
+
+    budgets: tuple[FractionBudget, ...]
+
+    def __post_init__(self) -> None:
+        kinds = [type(budget).__name__ for budget in self.budgets]
+        if repeated := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise BudgetError(f"`budget` has several of {', '.join(repeated)}; give the smallest of a kind")
+
+    @property
+    def smallest(self) -> float:
+        return min(budget.fraction for budget in self.budgets)
+
+    def bind(self, table: CostTable) -> BoundJoint:
+        bound, refused = [], []
+        for budget in self.budgets:
+            try:
+                bound.append(budget.bind(table))
+            except BudgetError as error:
+                refused.append(str(error))
+        if refused:
+            raise BudgetError("; ".join(refused))
+        return BoundJoint(bound)
+
+    def scaled(self, factor: float) -> Self:
+        return replace(self, budgets=tuple(budget.scaled(factor) for budget in self.budgets))
+
+
+def joined(budget: Budget | Sequence[Budget]) -> Budget:
+    """One budget: the given one, or a `JointBudget` of a list.
+
+    Raises:
+        TypeError: it is not a budget, nor a list of budgets.
+        BudgetError: two budgets are of one kind.
+    """
+    if isinstance(budget, Budget):
+        return budget
+    try:
+        given = tuple(budget)
+    except TypeError:
+        given = ()
+    parts = tuple(one for one in given if isinstance(one, FractionBudget))
+    if not parts or len(parts) < len(given):
+        raise TypeError(
+            f"`budget` is {budget!r}; it must be a budget, such as slimstart.Flops(0.10), or a list of several"
+        )
+    return parts[0] if len(parts) == 1 else JointBudget(parts)
+
+
+@dataclass(frozen=True)
+class Channels(FractionBudget):
     """At most this fraction of all filters: the paper's budget, K = fraction * number of filters."""
 
     def bind(self, table: CostTable) -> BoundChannels:
@@ -145,7 +287,7 @@ class Channels(Budget):
 
 
 @dataclass(frozen=True)
-class Params(Budget):
+class Params(FractionBudget):
     """At most this fraction of the dense network's parameters; for the paper's policy on average until it settles."""
 
     def bind(self, table: CostTable) -> BoundPolynomial:
@@ -154,7 +296,7 @@ class Params(Budget):
 
 
 @dataclass(frozen=True)
-class Flops(Budget):
+class Flops(FractionBudget):
     """At most this fraction of the dense network's FLOPs; one multiply-add is 1.
 
     They are those of one forward on the example inputs. The paper's policy meets it on average until it settles.

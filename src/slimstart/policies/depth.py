@@ -20,10 +20,10 @@ def layers_to_remove(costs: CostTable, budget: Budget, exponent: float) -> tuple
     """Positions in `costs.layers` of the layers that go: as the rule says, but enough remain to fill the budget.
 
     Args:
-        exponent: gamma; 0 keeps all layers.
+        exponent: gamma; 0 keeps all layers. Of several budgets the smallest counts.
     """
     order = _removal_order(costs)
-    number = len(order) - round(len(order) * budget.fraction**exponent)
+    number = len(order) - round(len(order) * budget.smallest**exponent)
     limit, all_units = budget.bind(costs).limit, torch.ones(costs.num_units, dtype=torch.bool)
     while number and budget.bind(costs.without(order[:number])).cost(all_units) < limit:
         number -= 1

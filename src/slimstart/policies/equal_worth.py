@@ -116,7 +116,7 @@ class EqualWorthSearch:
     Args:
         settings: the policy.
         costs: of a network whose channels have one unit each (coupling "stream").
-        budget: `Channels`, `Params` or `Flops`.
+        budget: `Channels`, `Params` or `Flops`, or several.
         total_steps: steps of the whole training, if known.
 
     Attributes:
@@ -167,7 +167,7 @@ class EqualWorthSearch:
 
     @property
     def expected_cost(self) -> float:
-        return self.budget.cost(self._mask) / self.budget.dense
+        return self.budget.share(self.keep_probs)
 
     def freeze(self, units: Tensor) -> None:
         self._frozen = self._totals(units.double()) > 0
@@ -283,7 +283,7 @@ class EqualWorthSearch:
             "seen": self._seen[: int(self._count)].to("cpu", copy=True),
             "num_rounds": self.num_rounds,
             "begun": self._begun,
-            "limit": self.budget.limit,
+            "limits": list(self.budget.limits),
             "removed": list(self.removed),
         }
 
@@ -293,9 +293,8 @@ class EqualWorthSearch:
         if state["mask"].shape != self._mask.shape:
             num_units = state["mask"].numel()
             raise CheckpointError(f"`state` has {num_units} units and this network {self._mask.numel()}; {RESUME}")
-        if state["limit"] != self.budget.limit:
-            limit = self.budget.limit
-            raise CheckpointError(f"`state` has a budget of {state['limit']:g}, and this training {limit:g}; {RESUME}")
+        if state["limits"] != (limits := list(self.budget.limits)):
+            raise CheckpointError(f"`state` has budgets of {state['limits']}, and this training {limits}; {RESUME}")
         if state["removed"] != list(self.removed):
             raise CheckpointError(
                 f"`state` is without the layers {state['removed']}, and this network without {list(self.removed)}; "
@@ -355,6 +354,8 @@ def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
         group: (U,) int64, the group of each unit.
         shares: (G,), the fraction of units of each group that are present.
     """
+
+    budget = budget.tightest(shares[group])
 
     def costs(shares: Tensor) -> Tensor:
         each = budget.gradient(shares[group])

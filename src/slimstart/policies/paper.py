@@ -131,7 +131,7 @@ class PaperSearch:
 
     @property
     def expected_cost(self) -> float:
-        return float(self.budget.expected(self.keep_probs)) / self.budget.dense
+        return self.budget.share(self.keep_probs)
 
     @property
     def capturable(self) -> bool:

@@ -11,7 +11,8 @@ is nearly empty and its first unit, which the at-least-one rule keeps, costs mor
 
 `Channels`: :math:`c(s) = \sum_u f_u s_u` is linear and w = f makes this the Euclidean projection, exactly. `Params`
 and `Flops`: c is a polynomial and :math:`\mathcal{S}` is not convex; its true nearest point empties whole layers. There
-w is all ones: all units are lowered by the same amount.
+w is all ones: all units are lowered by the same amount. So it is for several budgets: then v is the smallest for which
+all of them hold.
 """
 
 from __future__ import annotations

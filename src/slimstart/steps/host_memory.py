@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slimstart.devices import free_on_device
 from slimstart.narrow.optimizer_state import first_state
-from slimstart.policies import Budget, Channels
+from slimstart.policies import Budget, Channels, JointBudget
 
 NETWORKS = 4  # copies of the narrow weights on the device: network, gradients, the next network, reference
 STATES = 2  # copies of the narrow optimizer state: of the network and of the next one
@@ -76,9 +76,10 @@ def estimate(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], budge
                 held = first_state(one, group, torch.zeros(1, dtype=dtype)).values()
                 per_entry = sum(value.element_size() for value in held if isinstance(value, Tensor) and value.dim() > 0)
                 state += per_entry * sum(p.numel() for p in group["params"] if p.dtype == dtype)
-    kept = 1.0 if budget is None else budget.fraction
-    if isinstance(budget, Channels):
-        kept *= budget.fraction  # a weight is narrowed along its inputs and its outputs
+    kept = 1.0
+    for part in budget.budgets if isinstance(budget, JointBudget) else filter(None, [budget]):
+        # A weight is narrowed along its inputs and its outputs.
+        kept = min(kept, part.smallest**2 if isinstance(part, Channels) else part.smallest)
     floating = [p for p in model.parameters() if p.is_floating_point()]
     verification = VERIFICATION * 4 * sum(p.numel() for p in floating)
     return Needs(weights, state, verification, int(kept * (NETWORKS * weights + STATES * state)))

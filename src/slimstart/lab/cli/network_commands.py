@@ -114,7 +114,9 @@ def inspect(
             help="Masks of layers that write into one stream: stream (shared) or filter (their own, as in the paper)."
         ),
     ] = "stream",
-    budget: Annotated[str | None, typer.Option(help="Show the uniform network at this budget too.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Show the uniform network at this budget, or several, too.")
+    ] = None,
 ) -> None:
     """Show which channels of a network are removed together, which layers are not prunable, and what it all costs."""
     import torch

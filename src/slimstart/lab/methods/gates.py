@@ -104,12 +104,12 @@ class Gates(nn.Module, ABC):
     @property
     def expected_cost(self) -> float:
         """The expected cost in the unit of the budget, as a fraction of the dense network."""
-        return float(self.budget.expected(self.keep_probs)) / self.budget.dense
+        return self.budget.share(self.keep_probs)
 
     @property
     def forward_flops(self) -> int:
         """FLOPs of one forward as the method counts it: of the dense network."""
-        return self._flops.dense
+        return int(self._flops.dense)
 
     def best_guess(self) -> Tensor:
         """The most probable mask of the expected widths; cut to the budget."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from slimstart.graph import ChannelGraph, trace
@@ -17,7 +19,7 @@ from slimstart.policies import Budget
 
 def wide_sibling(
     make: Callable[[float], nn.Module], graph: ChannelGraph, budget: Budget, example: Tensor
-) -> tuple[nn.Module, ChannelGraph, Budget]:
+) -> tuple[nn.Module, ChannelGraph]:
     """A sibling that is wide enough for a budget.
 
     Args:
@@ -26,14 +28,16 @@ def wide_sibling(
         example: one image, as a batch.
 
     Returns:
-        The sibling, its graph, and the budget as a fraction of the sibling.
+        The sibling, and its graph, in whose costs `whole` is the dense network: budgets are fractions of that.
     """
-    limit, width = budget.bind(graph.costs).limit, 1.0
+    width = 1.0
     while True:
         sibling = make(width)
         own = trace(sibling, example, "stream")
-        dense = type(budget)(1.0).bind(own.costs).dense
-        if dense >= limit:
-            return sibling, own, type(budget)(limit / dense)
+        own = replace(own, costs=replace(own.costs, whole=graph.costs))
+        bound = budget.bind(own.costs)
+        most = bound.cost(torch.ones(own.num_units, dtype=torch.bool))
+        if most >= bound.limit:
+            return sibling, own
         # FLOPs and parameters grow with the square of the widths; channels grow with the widths.
-        width *= max(1.05, math.sqrt(1.02 * limit / dense))
+        width *= max(1.05, math.sqrt(1.02 * bound.limit / most))

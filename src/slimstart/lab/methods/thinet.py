@@ -85,8 +85,8 @@ def round_fractions(graph: ChannelGraph, budget: BoundBudget, num_rounds: int) -
     final = keep_share(torch.zeros(graph.num_units), graph, budget)
     group = graph.costs.unit_group
     bounds = [len(graph.groups) * turn // num_rounds for turn in range(1, num_rounds + 1)]
-    # Half of one too much: a cost that comes back from a fraction must not fall below itself.
-    return [min((budget.cost(final | (group >= bound)) + 0.5) / budget.dense, 1.0) for bound in bounds]
+    # A little more: a cost that comes back from a fraction must not fall below itself.
+    return [min(budget.cost(final | (group >= bound)) * (1 + 1e-12) / budget.dense, 1.0) for bound in bounds]
 
 
 def gram_matrices(trained: Trained, group: ChannelGroup, mask: Tensor) -> list[tuple[Reader, Tensor]]:

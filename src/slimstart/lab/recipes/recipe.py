@@ -61,7 +61,9 @@ class Recipe:
 
     method: str = _setting("slimstart", f"Training method: {', '.join(METHODS)}.")
     budget: str | None = _setting(
-        "flops=0.1", "Limit on the network, as a fraction of the dense one: flops=F, params=F or channels=F."
+        "flops=0.1",
+        "Limit on the network, as a fraction of the dense one: flops=F, params=F or channels=F, or several as in "
+        "flops=0.1+params=0.05.",
     )
     policy: str = _setting(
         "equal_worth",
@@ -223,16 +225,16 @@ def present_name(method: str) -> str:
 
 
 def parse_budget(text: str) -> Budget:
-    """`channels=0.4`, `params=0.05` or `flops=0.10`."""
-    from slimstart.policies import Channels, Flops, Params
+    """`channels=0.4`, `params=0.05` or `flops=0.10`, or several that must all hold: `flops=0.1+params=0.05`."""
+    from slimstart.policies import Channels, Flops, Params, joined
 
-    kind, _, number = text.partition("=")
+    kinds: dict[str, Callable[[float], Budget]] = {"channels": Channels, "params": Params, "flops": Flops}
     try:
-        kinds: dict[str, Callable[[float], Budget]] = {"channels": Channels, "params": Params, "flops": Flops}
-        return kinds[kind.strip()](float(number))
+        return joined([kinds[kind](float(number)) for kind, number in records.budget_parts(text)])
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"`budget` is {text!r}; it must be channels=F, params=F or flops=F with a fraction F in (0, 1]"
+            f"`budget` is {text!r}; it must be channels=F, params=F or flops=F with a fraction F in (0, 1], or several "
+            "kinds as in flops=0.1+params=0.05"
         ) from error
 
 

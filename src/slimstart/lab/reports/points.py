@@ -114,7 +114,7 @@ def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, captio
         for one, (x, y) in zip(series, points, strict=True):
             color, row = COLORS[one.role], one.row
             axes.errorbar(x, y, row.spread(up.value), row.spread(across.value), color=color, linewidth=1.2)
-            filled = color if row.missed is None else "none"
+            filled = "none" if row.missed else color
             outline = (*one.marker, one.marker[0])  # a hollow marker is drawn as a line, which must be closed
             axes.plot(x, y, color=color, marker=outline, markersize=7, linestyle="none", markerfacecolor=filled)
         strokes = [sorted(point for _, point in line) for line in lines.values()]
@@ -128,7 +128,7 @@ def _points(series: Sequence[Series], title: str, across: Axis, up: Axis, captio
 
     if any(len(one.row.runs) > 1 for one in series):
         caption += " Points are means over the seeds, bars one sample standard deviation."
-    if any(one.row.missed is not None for one in series):
+    if any(one.row.missed for one in series):
         caption += " Hollow points exceed their budget."
     keys = tuple((line[0][0], method) for method, line in lines.items())
     return Figure(title, caption, svg(f"{title}: {series[0].row.network}", HEIGHT, paint), keys)

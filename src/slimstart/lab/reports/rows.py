@@ -90,14 +90,17 @@ class Row:
         return " + ".join(str(count) for count in (self.first.epochs - finetuning, finetuning) if count)
 
     @property
-    def missed(self) -> float | None:
-        """What the finished networks take of what the budget limits, where that is more than the budget."""
-        kind, _, text = (self.first.budget or "").partition("=")
-        try:
-            limit, taken = float(text), self.mean(TAKEN[kind.strip()])
-        except (ValueError, LookupError):  # no budget, or one that is not known here
-            return None
-        return taken if taken is not None and taken > SAME * limit else None
+    def missed(self) -> dict[str, float]:
+        """What the finished networks take of what a budget limits, where that is more than the budget; by its kind."""
+        found = {}
+        for kind, text in records.budget_parts(self.first.budget or ""):
+            try:
+                limit, taken = float(text), self.mean(TAKEN[kind])
+            except (ValueError, LookupError):  # no budget, or one that is not known here
+                continue
+            if taken is not None and taken > SAME * limit:
+                found[kind] = taken
+        return found
 
     def values(self, value: Value) -> list[float]:
         """The values of the runs that have one."""

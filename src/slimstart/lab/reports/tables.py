@@ -65,7 +65,11 @@ def _accuracy(row: Row) -> str:
 
 def _budget(row: Row) -> str:
     budget = row.first.budget or MISSING
-    return budget if row.missed is None else f"{budget} (missed: {row.missed:.3g})"
+    if not row.missed:
+        return budget
+    several = "+" in budget
+    missed = (f"{kind}={taken:.3g}" if several else f"{taken:.3g}" for kind, taken in row.missed.items())
+    return f"{budget} (missed: {', '.join(missed)})"
 
 
 def _seeds(row: Row) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,8 +160,7 @@ def trials(
 def _plain(budget: str) -> str:
     """One spelling for one budget."""
     parse_budget(budget)
-    kind, _, number = budget.partition("=")
-    return f"{kind.strip()}={float(number):.12g}"
+    return "+".join(f"{kind}={float(number):.12g}" for kind, number in records.budget_parts(budget))
 
 
 def _trial(
@@ -179,7 +179,7 @@ def _trial(
         recipe = merged(recipe, {**entrant.changes, **epochs, **own, "budget": limit, "seed": seed})
     except ConfigError as error:
         raise ConfigError(f"{entrant} in `methods`: {error}") from error
-    parts = [entrant.method, entrant.variant, limit and limit.replace("=", "-"), f"seed{seed}"]
+    parts = [entrant.method, entrant.variant, limit and re.sub(r"[=+]", "-", limit), f"seed{seed}"]
     return Trial("-".join(filter(None, parts)), recipe)
 
 

@@ -64,7 +64,7 @@ def make_method(
         network = compact(model, graph.select(torch.ones(graph.num_units, dtype=torch.bool)))
     elif recipe.method == "shallow":
         assert make_sibling is not None
-        sibling, graph, budget = wide_sibling(make_sibling, graph, budget, example)
+        sibling, graph = wide_sibling(make_sibling, graph, budget, example)
         network = uniform(sibling, graph, budget, recipe.align or ALIGN)
     elif recipe.method == "random":
         network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -97,13 +97,13 @@ class Pruned(Staged):
         """Cut the present network: the `number`-th round, counted from 1."""
         recipe, network = self._recipe, self._stage.network
         graph = trace(network, self._example, coupling="stream")
-        wanted = self._bound.dense * self._fractions[number - 1]
-        present = type(self._budget)(1.0).bind(graph.costs).dense
+        budget = self._budget.scaled(self._fractions[number - 1] * self._bound.dense / self._bound.limit)
+        of_the_dense = replace(graph.costs, whole=self.graph.costs)
         with counting() as count, evaluating(network), torch.no_grad():
             trained = Trained(
                 network,
                 graph,
-                type(self._budget)(min(1.0, wanted / present)).bind(graph.costs),
+                budget.bind(of_the_dense),
                 list(batches),
                 self._loss_fn,
                 protocol=recipe.protocol,

@@ -65,8 +65,7 @@ class Relaxed(Staged):
 
     @property
     def expected_cost(self) -> float:
-        bound = self.gates.budget
-        return self.gates.expected_cost if self._mask is None else bound.cost(self._mask) / bound.dense
+        return self.gates.budget.share(self.keep_probs)
 
     @property
     def formula_flops(self) -> float | None:
