@@ -61,6 +61,8 @@ class Structure:
 
     def __init__(self, networks: Networks, learner: Learner, drawing: Drawing, gradients: UnitGradients | None) -> None:
         self.networks, self.learner, self.drawing, self.gradients = networks, learner, drawing, gradients
+        # Once: before Python 3.12 this evaluates all properties of the learner.
+        self._observer = learner if isinstance(learner, GradientLearner) else None
         self.progress = Progress()
         self.process_group: ProcessGroup = SINGLE_PROCESS
         self.transaction = Transactions(self._state, self._restore)
@@ -110,8 +112,8 @@ class Structure:
 
     def _observe(self) -> None:
         found = None if self.gradients is None else self.gradients.take()
-        if found is not None and isinstance(self.learner, GradientLearner):
-            self.learner.observe_(found)
+        if found is not None and self._observer is not None:
+            self._observer.observe_(found)
 
     def end_iteration(self, may_change: bool) -> None:
         """Count a step of all optimizers. A policy that learns from losses counts it with its losses, in `learn`."""
