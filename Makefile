@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 INSTALLED := $(VENV)/.installed-with-tools
+TRAINERS := $(VENV)/.installed-with-trainers
 DOCS := $(VENV)/.installed-for-docs
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
@@ -21,7 +22,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install train results docs test lint types unit slow gpu package format clean
+.PHONY: help install trainers train results docs test lint types unit slow gpu package format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,9 +40,16 @@ $(INSTALLED): $(RUNTIME)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
+# The pin of torch is met by what is installed: nothing here replaces it.
+$(TRAINERS): $(INSTALLED)
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,trainers]'
+	@touch $@
+
 $(DOCS): $(RUNTIME)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[docs]'
 	@touch $@
+
+trainers: $(TRAINERS)  ## Add Lightning, transformers, Accelerate, timm and torchao, whose tests are else skipped
 
 train: $(RUNTIME)  ## Train on the embedded data, narrow from step one: a table and runs/*/report.html
 	$(BIN)/slimstart train --recipe fashion $(TRAIN_ARGS)

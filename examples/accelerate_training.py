@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         correct = [small(images).argmax(1) == labels for images, labels in found.test.epoch(0)]
     share = slimstart.flops(small, image) / dense_flops
     accelerator.print(f"finished: {100 * float(torch.cat(correct).float().mean()):.2f} % at {share:.2%} of the FLOPs")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

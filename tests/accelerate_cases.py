@@ -67,3 +67,4 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     sparse.finish()
     torch.save(accelerator.unwrap_model(model).state_dict(), folder / f"rank{accelerator.process_index}.pt")
+    accelerator.end_training()  # otherwise threads of gloo may abort the process at its exit

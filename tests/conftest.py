@@ -8,6 +8,8 @@ import hypothesis
 import pytest
 import torch
 
+import tests.torchvision_operators  # noqa: F401  # before anything imports torchvision
+
 # No deadline: shared machines stall now and then. The same examples in every run, so that a failure is due to the
 # change under test; EXPLORE=1 tries others.
 hypothesis.settings.register_profile("slimstart", deadline=None, derandomize="EXPLORE" not in os.environ)

@@ -4,6 +4,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tests.torchvision_operators  # noqa: F401  # before Lightning, which imports torchvision
+
+# isort: split
+
 import lightning
 import torch
 import torch.nn.functional as F

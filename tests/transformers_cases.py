@@ -5,6 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tests.torchvision_operators  # noqa: F401  # before transformers, which imports torchvision
+
+# isort: split
+
 import torch
 import transformers
 
@@ -85,3 +89,4 @@ if __name__ == "__main__":
     run = trainer(model, Path(sys.argv[1]), cls=Ordered, per_device_train_batch_size=4)
     run.train()
     torch.save(model.state_dict(), Path(sys.argv[1]) / f"rank{run.args.process_index}.pt")
+    torch.distributed.destroy_process_group()  # otherwise threads of gloo may abort the process at its exit

@@ -168,7 +168,7 @@ def check_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> No
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             ours = [parameter for parameter in group["params"] if id(parameter) in names]
-            for parameter in sorted(ours, key=lambda one: -one.dim())[:1]:  # a matrix, if there is one
+            for parameter in sorted(ours, key=lambda one: (-one.dim(), -one.numel()))[:1]:  # the largest matrix
                 for key, value in first_state(optimizer, group, torch.zeros_like(parameter)).items():
                     _follows(optimizer, names[id(parameter)], key, value, parameter.shape)
 

@@ -321,6 +321,8 @@ def pairwise(first: Tensor, second: Tensor, combine: Any) -> Tensor:
         first, second = second, first
     second = second.view((1,) * (first.dim() - second.dim()) + second.shape)
     first, second = torch.broadcast_tensors(first, second)
+    if not first.numel():
+        return first
     span = int(max(first.max(), second.max())) + 1
     pairs, inverse = torch.unique(first * span + second, return_inverse=True)
     combined = [combine(*divmod(pair, span)) for pair in pairs.tolist()]
