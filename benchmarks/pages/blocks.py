@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pages import accuracy, code_size, index, inline, step_tables, times, width_tables
+from pages import accuracy, code_size, index, inline, paper_rows, step_tables, times, width_tables
 from pages.markers import MarkerError
 from pages.stored import Results
 
@@ -15,6 +15,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline": accuracy.headline,  # accuracy at equal FLOPs, short: the README's table
     "accuracy": accuracy.table,  # the same with front-heavy widths, FLOPs, and links to the experiments
     "times": times.trainings,  # seconds that a whole training takes
+    "paper-rows": paper_rows.table,  # every row of the paper that was trained at its full length
     "paper-times": times.paper,  # the paper's algorithm: accuracy, cost and time
     "steps-gpu": step_tables.gpu,  # milliseconds of a step of the paper's algorithm, on a GPU and on a CPU
     "steps-cpu": step_tables.cpu,

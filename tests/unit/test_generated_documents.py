@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import make_results
 import pytest
 import torch
-from pages import accuracy, accuracy_figure, blocks, experiment_pages, inline, markers, stored
+from pages import accuracy, accuracy_figure, blocks, experiment_pages, inline, markers, paper_rows, stored
 from pages.compared import published
 from study import records as study_records
 from study import tables as study_tables
@@ -222,6 +222,30 @@ def test_cells_by_hand(tmp_path: Path) -> None:
     assert (l1["against uniform"], l1["paper, %"], l1["FLOPs, %"]) == ("–", "91.8", "10.0 (paper: 19.9)")
     assert l1["epochs"] == "30 + 30 (paper: 300 + 150)"
     assert l1["saving, formula"] == "8.50×"  # the paper does not report it
+
+
+def test_rows_of_the_paper_are_those_of_full_length(tmp_path: Path) -> None:
+    files = {
+        "vgg/paper.json": run("slimstart", 91.5, 0.087),
+        "vgg/uniform.json": run("uniform", 90.5, 0.086),  # the paper does not have it
+        "short/paper.json": run("slimstart", 88.0, 0.087, epochs=60),
+        "archive/vgg/paper.json": run("slimstart", 91.0, 0.087),
+    }
+    assert table(paper_rows.table(write(tmp_path, files))) == {
+        "[VGG-16, CIFAR-10](results/vgg.md)": {
+            "network": "[VGG-16, CIFAR-10](results/vgg.md)",
+            "method": "slimstart",
+            "accuracy, %": "91.50",
+            "against uniform": "+1.00",
+            "paper, %": "92.5",
+            "against paper": "−1.00",
+            "FLOPs, %": "8.70 (paper: 8.7)",
+            "saving, formula": "8.50× (paper: 8.69×)",
+            "saving, executed": "7.25×",
+            "epochs": "300 + 40",
+            "seeds": "1",
+        }
+    }
 
 
 @pytest.mark.parametrize(
