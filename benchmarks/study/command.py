@@ -26,15 +26,19 @@ def variance(
     run: Annotated[Path, typer.Argument(help="Folder of a run that is searching, at its last checkpoint.")],
     out: Annotated[Path, typer.Option(help="Folder for record.json and variance.svg.")] = Path("variance"),
     estimators: Annotated[
-        str, typer.Option(help="To compare, the first with the others; NAME_plain: without the preconditioner.")
+        str, typer.Option(help="Estimators; the first is compared with the others. NAME_plain has no preconditioner.")
     ] = "vr_pge,pge,pge_plain",
     batches: Annotated[int, typer.Option(help="Random training batches.")] = 16,
     draws: Annotated[int, typer.Option(help="Masks on each batch.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of batches and masks.")] = 0,
-    model: Annotated[str | None, typer.Option(help="Your own module:factory, if the run has one.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data set is.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")] = "auto",
-    engine: Annotated[str, typer.Option(help="eager, graphs (CUDA graphs), or auto: what is best here.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Random seed of batches and masks.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Your module:factory, if the run used one.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder or file of the data set.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Device: cpu, cuda, cuda:1, ...; auto chooses a GPU if there is one.")
+    ] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="How steps run: eager, graphs (CUDA graphs), or auto for the faster of them.")
+    ] = "auto",
 ) -> None:
     """Measure the variance of the structure gradient in each layer, over masks and batches: VR-PGE and PGE."""
     from rich.progress import track

@@ -64,7 +64,7 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one removable layer adds to a cost table.
+    """Costs of one removable layer.
 
     Attributes:
         unit_filters: (U,) int64, filters of this layer that go with each unit.
@@ -82,7 +82,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Everything that `policies` need to know of a network."""
+    """Costs of a network's units and layers: all that policies know of it."""
 
     unit_group: Tensor  # (U,) int64: the group of each unit; a group's first unit is the one with the lowest index
     unit_filters: Tensor  # (U,) int64: how many filters go with each unit

@@ -34,8 +34,8 @@ def build_graph(constraints: Constraints, model: nn.Module, reasons: Mapping[str
     """The graph of a traced model.
 
     Args:
-        constraints: that the trace has recorded.
-        model: that was traced.
+        constraints: constraints that the trace has recorded.
+        model: the model that was traced.
         reasons: {name of a module or parameter: why its filters are not prunable}.
     """
     solver = Solver(constraints)

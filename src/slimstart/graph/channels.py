@@ -41,7 +41,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Port:
-    """Where a layer meets a tensor that carries more channels than the layer has (a residual stream).
+    """The position of a layer's channels in a tensor that carries more of them (a residual stream).
 
     The tensor carries the channels of axis `carried`; the layer reads or writes those of axis `live`. `dim` is the
     channel dimension, counted from the end.
@@ -83,7 +83,7 @@ class RemovableLayer:
     """A part of the network that can go as a whole: the identity takes its place.
 
     Attributes:
-        name: of its first module.
+        name: name of its first module.
         modules: names of the modules that become the identity: a convolution or linear layer with its normalisation and
             activation, or one module around a residual branch.
         num_results: for each of them, the length of the tuple that it returns, 0 for a tensor, and None where one
@@ -157,7 +157,7 @@ class ChannelGraph:
         Where the identity takes the place of a layer, the mask of its input is that of its output, too.
 
         Args:
-            names: of layers in `layers`.
+            names: names of layers in `layers`.
 
         Raises:
             ValueError: there is no such layer, or it cannot be removed.

@@ -1,4 +1,4 @@
-"""What a trace records: channels at every point of the network, which filters write them, and constraints on them.
+"""The record of a trace: channels at every point of the network, which filters write them, and constraints on them.
 
 Every activation has a tensor of **node** ids of its own shape (of length one along dimensions where they do not
 change). A node is a channel at a point of the network. It has

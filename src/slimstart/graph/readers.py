@@ -41,7 +41,7 @@ def readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
 
     Args:
         graph: traced with stream coupling.
-        model: from which the graph was traced.
+        model: the model that was traced.
     """
     if graph.coupling != "stream":
         raise ValueError(

@@ -211,7 +211,7 @@ class _Search:
         return depthwise and call.module in self.once
 
     def _ties(self, before: Tensor, after: Tensor, own: set[int]) -> tuple[tuple[int, Presence], ...]:
-        """What must be true for output channel i to be input channel i; see `Found`."""
+        """Conditions under which output channel i is input channel i; see `Found`."""
         if before.shape != after.shape or before.numel() != max(before.shape):
             raise _RefusedError("its channels are not along one dimension")
         solver, constraints = self.solver, self.constraints

@@ -45,7 +45,7 @@ class ReshapeSolver:
     """Chooses a dimension for every reshape, ties the channels, and records the attributes that have to change.
 
     Args:
-        solver: with all other constraints applied.
+        solver: solver with all other constraints applied.
     """
 
     def __init__(self, solver: Solver) -> None:
@@ -125,8 +125,8 @@ class ReshapeSolver:
         that counts: a count is right for every mask, a size that happens to agree only for those that were tried.
 
         Args:
-            rows: that are removed as a whole.
-            options: what attributes may count.
+            rows: rows that are removed as a whole.
+            options: sizes that attributes may count.
             fits: whether all sizes are right without some filters, if attributes count this.
 
         Returns:
@@ -321,7 +321,7 @@ def _trials(sets: Sequence[Iterable[int]]) -> list[set[int]]:
 
 
 def countings(size: Expression | int | None, rows: Rows) -> Iterator[Counting]:
-    """What the attributes of a size may count, if the size is the number of these rows.
+    """Possible counts of a size's attributes, if the size is the number of these rows.
 
     The left part of a sum counts the first rows. A factor of a product counts blocks of rows, or rows at a fixed
     distance from each other.
@@ -347,7 +347,7 @@ def countings(size: Expression | int | None, rows: Rows) -> Iterator[Counting]:
 
 
 def countings_along(layout: Layout, dim: int) -> Iterator[Counting]:
-    """What the attributes in the sizes of a layout may count, if channels are removed along one of its dimensions.
+    """Possible counts of the attributes in the sizes of a layout, if channels are removed along one of its dimensions.
 
     A dividend, as `self.dim` in `view(..., self.heads, self.dim // self.heads)`, may count along several neighbouring
     dimensions.

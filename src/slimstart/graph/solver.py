@@ -20,7 +20,7 @@ class Solver:
     """Ties and frozen filters of one network.
 
     Args:
-        constraints: of a finished trace; its union-find `atoms` is shared, and grows here.
+        constraints: those of a finished trace; its union-find `atoms` is shared, and grows here.
 
     Attributes:
         atoms: ties between filters; `find` gives the root, representing all that are tied.

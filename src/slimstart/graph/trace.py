@@ -65,7 +65,7 @@ def trace(
         coupling: "filter", every filter has its own mask, also where several layers write into one residual stream; or
             "stream", all writers of a stream share one.
         keep: names of modules or parameters whose filters are all kept.
-        without: more of them as (layer, reason), with a reason of the caller's.
+        without: further layers to keep, as (layer, reason).
         norms: what layer and RMS norms and means over channels do. "keep": all their channels are kept, so a narrow
             network is the dense one with zeros. "shrink": their channels can be removed, and they run over those that
             are left; for networks that are trained from scratch.

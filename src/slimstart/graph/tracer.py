@@ -1,4 +1,4 @@
-"""What is known of the tensors of a run, and of one operation: the state that the rules read and write.
+"""Facts about the tensors of a run, and about one operation: the state that rules read and write.
 
 Every activation carries the ids of its channels, in an integer tensor that is moved by the same operations (`Value`).
 Values of tensors are real, so control flow that depends on data takes the branch it takes.
@@ -27,7 +27,7 @@ OVER_CHANNELS = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What is known of a tensor: integer tensors of its shape, which are reshaped and permuted as it is.
+    """Facts about a tensor: integer tensors of its shape, which are reshaped and permuted like it.
 
     An activation has one field, its node ids. A parameter or buffer has `source`, its name, and one field per dimension
     of the original: the index from which each entry comes. Fields have length one along dimensions where they do not
@@ -97,10 +97,10 @@ def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, An
 
 @dataclass
 class Tracer:
-    """State of one run: what is known of its tensors, and which module runs. Rules read it and add constraints.
+    """State of one run: facts about its tensors, and the module that runs. Rules read it and add constraints.
 
     Attributes:
-        constraints: of the trace.
+        constraints: constraints of the trace.
         names: names of the parameters and buffers, by identity.
         full_sizes: their shapes, by name.
         native: layers of PyTorch's own, by name.
@@ -112,7 +112,7 @@ class Tracer:
         modules: names of the modules that run now, the innermost last.
         reached: names of all modules that have run.
         used: names of parameters and buffers that have entered an operation.
-        values: what is known of each tensor; constants are absent.
+        values: known values of each tensor; constants are absent.
         pieces: for a vector that is concatenated from parameters, the value and length of each.
         written: the function that the user called, which the present operation belongs to, with its arguments.
         over_channels: number of calls so far, by module, of functions in `OVER_CHANNELS`.
@@ -144,7 +144,7 @@ class Tracer:
         return not self.training
 
     def value(self, tensor: Any) -> Value | None:
-        """What is known of a tensor; None for constants."""
+        """Facts about a tensor; None for constants."""
         if not isinstance(tensor, Tensor):
             return None
         known: Value | None = self.values.get(tensor)

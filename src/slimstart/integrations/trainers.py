@@ -21,7 +21,7 @@ def policy_of_gradients(policy: str | Policy, callback: str, lines: str) -> Poli
     Args:
         policy: name or settings of a policy.
         callback: name of the callback, for the error.
-        lines: what to write instead for a policy that learns from losses.
+        lines: code to write instead for a policy that learns from losses.
 
     Raises:
         ValueError: the policy learns from losses, which a callback does not see.
@@ -133,7 +133,7 @@ def narrow_part(state_dict: Mapping[str, Any]) -> str | None:
 
 
 def structure_in(state_dict: Mapping[str, Any]) -> Any:
-    """What a narrow state dict says of its structure, in its metadata."""
+    """Structure of a narrow state dict, from its metadata."""
     name = narrow_part(state_dict)
     return None if name is None else getattr(state_dict, "_metadata", {})[name][METADATA]
 

@@ -46,7 +46,7 @@ def write(state: Mapping[str, Any], path: str | os.PathLike[str], is_link_allowe
 
     Args:
         state: the state dict.
-        path: of the file.
+        path: path of the file.
         is_link_allowed: whether the folder of the file may be a link.
 
     Raises:

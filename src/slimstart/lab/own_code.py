@@ -28,7 +28,7 @@ def find_factory(spec: str, makes: str) -> Callable[..., Any]:
 
     Args:
         spec: "package.module:factory"; a factory inside a class is "module:Class.factory".
-        makes: what it is to return, for messages.
+        makes: noun for the result, for messages.
 
     Raises:
         ConfigError: there is no such factory; the cause is kept.
@@ -53,7 +53,7 @@ def find_factory(spec: str, makes: str) -> Callable[..., Any]:
 
 
 def call(factory: Callable[..., Any], spec: str, arguments: Mapping[str, Any]) -> Any:
-    """What a factory returns.
+    """The result of a factory.
 
     Raises:
         ConfigError: it fails; the cause is kept.

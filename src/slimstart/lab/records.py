@@ -199,7 +199,7 @@ def _sealed(fields: Mapping[str, Any]) -> bytes:
 
 
 def _unsealed(content: Any, file: Path) -> Any:
-    """What the JSON of a file holds, without its digest; older files have none.
+    """Content of a JSON file, without its digest; older files have none.
 
     Raises:
         RecordError: the digest is not that of the other fields.
@@ -261,7 +261,7 @@ def of_schema(kind: type[Kind], content: Any, schema: str, file: Path, what: str
     """A record of this kind, from what the JSON of a file holds.
 
     Args:
-        schema: that the file must claim.
+        schema: schema that the file must name.
         what: has such records, for the message.
 
     Raises:

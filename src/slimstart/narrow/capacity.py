@@ -50,12 +50,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Executed:
-    """What runs in a step, padding included.
+    """Costs of a step as executed, padding included.
 
     Attributes:
-        flops: of one example through the network that is trained.
-        reference_flops: of one example through each reference.
-        num_filters: of every layer with filters, in the network that is trained.
+        flops: FLOPs of one example through the network that is trained.
+        reference_flops: FLOPs of one example through each reference.
+        num_filters: number of filters of each layer in the network that is trained.
     """
 
     flops: int
@@ -74,7 +74,7 @@ class Planner:
     """Chooses the capacity of networks, draw by draw.
 
     Args:
-        graph: of the network.
+        graph: channel graph of the network.
         align: units per group are a multiple of this, or the whole group.
         spread: standard deviations above the mean, a width that draws hardly ever exceed.
     """
@@ -118,7 +118,7 @@ class Planner:
         return self._graph.flops_within(frame)
 
     def executed(self, capacity: Capacity, num_masks: int) -> Executed:
-        """What runs in a step of networks of this capacity."""
+        """Costs of a step of networks of this capacity."""
         flops = self.flops(capacity)
         return Executed(flops, (flops,) * (num_masks - 1), num_filters(self._graph, self._typical_units(capacity)))
 

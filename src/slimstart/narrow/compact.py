@@ -25,7 +25,7 @@ RECORD = "_slimstart_record"
 
 @dataclass(frozen=True)
 class Record:
-    """What cannot be read off a narrow module's own tensors.
+    """Facts that a narrow module's own tensors do not show.
 
     Attributes:
         counted: (module, attribute) pairs that count channels.
@@ -59,7 +59,7 @@ def compact(model: nn.Module, selection: Selection, plain: bool = False) -> nn.M
 
     Args:
         model: the dense model that the selection's graph was traced from.
-        selection: what is kept, from `graph.select(mask)`.
+        selection: kept channels, from `graph.select(mask)`.
         plain: without `StreamPort`: layers on a residual stream become as wide as the stream, with rows of zeros.
     """
     return narrow_copy(model, tensor_names(model), selection, plain)
@@ -77,7 +77,7 @@ def narrow_copy(
     Args:
         model: dense or narrow.
         dense: dense values by name, of every tensor that can shrink.
-        selection: what is kept.
+        selection: kept channels.
         plain: as for `compact`.
         device: of the copy, if not that of the dense values.
     """
@@ -153,7 +153,7 @@ def point_port(layer: nn.Module, name: str, selection: Selection) -> bool:
 
 
 def port_sides(name: str, selection: Selection) -> tuple[list[Side | None], int, Dims]:
-    """What a layer reads and writes of the streams around it, the width of the one it writes, and the dimensions."""
+    """The parts of streams that a layer reads and writes, the width of the one it writes, and the dimensions."""
     graph, dims = selection.graph, [0, 0]
     sides: list[Side | None] = [None, None]
     width = 0

@@ -22,9 +22,9 @@ def rescale_fan_in_(weights: Mapping[str, Tensor], model: nn.Module, selection: 
     """Give weights the scale of an initialisation at the fan-in that they have under a selection, in place.
 
     Args:
-        weights: by name, narrow or dense; only those of convolutions and linear layers are changed.
+        weights: weights by name, narrow or dense; only those of convolutions and linear layers are changed.
         model: the dense model.
-        selection: of the narrow network.
+        selection: selection of the narrow network.
     """
     modules = dict(model.named_modules())
     for name, dense in model.named_parameters():

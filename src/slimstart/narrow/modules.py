@@ -30,8 +30,8 @@ class Network:
     """A module whose tensors are those of a selection; module and parameters remain the same objects.
 
     Args:
-        module: of the class of the graph's model, with the same names.
-        graph: of the model.
+        module: module of the class of the graph's model, with the same names.
+        graph: channel graph of the model.
 
     Attributes:
         keys: for every tensor that can shrink, its keys in the state dict of the whole model.

@@ -36,7 +36,7 @@ from slimstart.narrow.stream_ports import open_port
 
 
 class _Placed(NamedTuple):
-    """Where the masks of a draw are placed; `capacity` and `placement` are None without padding."""
+    """The placement of the masks of a draw; `capacity` and `placement` are None without padding."""
 
     masks: Tensor  # after the at-least-one rule where there is padding
     capacity: Capacity | None
@@ -50,10 +50,10 @@ class Networks:
     Args:
         model: dense; narrow from the first change on.
         optimizers: over its parameters.
-        graph: of the model.
+        graph: channel graph of the model.
         planner: chooses spare capacity; None for networks exactly as wide as their mask.
         static: with a planner, tensors keep their addresses as long as the capacity does.
-        device: of the narrow networks, where the dense tensors are to stay on the host.
+        device: device of the narrow networks, where the dense tensors are to stay on the host.
 
     Attributes:
         dense_graph: graph of the whole model.
@@ -144,7 +144,7 @@ class Networks:
 
     @property
     def selection(self) -> Selection:
-        """What the model holds now, padding included."""
+        """Layout of the model, padding included."""
         if self.are_static or self._selection is None:  # static networks may have been moved by the device
             kept = self.graph.costs.at_least_one(self.masks[0])
             frame = None if self._padded is None else self._padded.placement.frame(kept)
@@ -165,7 +165,7 @@ class Networks:
         return self.graph.select(mask, frame)
 
     def selection_of(self, masks: Tensor, capacity: Capacity | None, removed: Iterable[str]) -> Selection:
-        """What the model would hold for a draw, with this capacity or, if None, with one that is chosen now."""
+        """Layout of the model for a draw, with this capacity or, if None, with one that is chosen now."""
         return self._place(masks, None, True, capacity, self._without(removed)).selection
 
     def _without(self, removed: Iterable[str]) -> ChannelGraph:
@@ -209,7 +209,7 @@ class Networks:
 
     @property
     def executed(self) -> Executed:
-        """What runs in a step now."""
+        """Costs of a step with the present networks."""
         if self._planner is not None and self._padded is not None:
             return self._planner.executed(self._padded.capacity, len(self.masks))
         return Executed.exactly(self.graph, self.masks.cpu())
@@ -237,7 +237,7 @@ class Networks:
     def _place(
         self, masks: Tensor, keep_probs: Tensor | None, look: bool, capacity: Capacity | None, graph: ChannelGraph
     ) -> _Placed:
-        """Where a draw would be in a graph; other arguments as for `prepare`."""
+        """The placement of a draw in a graph; other arguments as for `prepare`."""
         if self._planner is None:
             return _Placed(masks.clone(), None, None, graph.select(masks[0]))
         kept = graph.costs.at_least_one(masks.to(self.device))

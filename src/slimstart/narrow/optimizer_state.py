@@ -66,8 +66,8 @@ class Entry:
     """A state tensor that has channels.
 
     Attributes:
-        name: of the parameter.
-        key: of the state tensor.
+        name: name of the parameter.
+        key: key of the state tensor.
         state: the optimizer's dict that has it.
         value: the narrow tensor.
         optimizer, group, parameter: to which it belongs.
@@ -87,7 +87,7 @@ class Entry:
         return Key(self.name, self.key)
 
     def start_in(self, store: Store) -> float | None:
-        """What entries of the dense tensor start from, as for `Store.like`; `initial` where the store has none yet."""
+        """Initial value of entries of the dense tensor, as for `Store.like`; `initial` where the store has none yet."""
         return 0.0 if self.place in store else self.initial
 
     @property

@@ -41,11 +41,11 @@ class PaddedNetworks:
     Args:
         network: the model.
         store: the dense tensors.
-        buffers: of the model, which cannot shrink.
-        capacity: of all networks.
-        placement: of this capacity.
+        buffers: buffers of the model that cannot shrink.
+        capacity: capacity of all networks.
+        placement: placement in this capacity.
         masks: (n, U), of the present draw, after the at-least-one rule.
-        positions: of these masks.
+        positions: positions of these masks.
 
     Attributes:
         capacity, placement, masks, positions: as above; `accept` changes masks and positions in place.

@@ -43,9 +43,9 @@ class Placement:
     """Computes the positions of networks of one capacity; along an axis they are in the order of the dense network.
 
     Args:
-        graph: of the network.
-        capacity: of the networks.
-        device: of the masks.
+        graph: channel graph of the network.
+        capacity: capacity of the networks.
+        device: device of the masks.
 
     Attributes:
         start: for every axis, where its positions begin in `Positions.row`.

@@ -30,8 +30,8 @@ class References:
     """The references of the present draw.
 
     Args:
-        networks: of the training.
-        buffers: of its model.
+        networks: networks of the training.
+        buffers: buffers of its model.
     """
 
     def __init__(self, networks: Networks, buffers: FixedBuffers) -> None:
@@ -102,7 +102,7 @@ class ReferenceNetwork(Network):
 
     Args:
         model: narrow or dense.
-        graph: of the model.
+        graph: channel graph of the model.
         fixed_buffers: owners and names of the model's buffers that cannot shrink.
     """
 

@@ -1,4 +1,4 @@
-"""What takes the place of layers that are gone: the identity, in the user's own modules.
+"""Replacement of removed layers by the identity, in the user's own modules.
 
 `nn.Identity` where a layer is called with one tensor and returns one. Layers with more arguments (the blocks of many
 transformers take a mask, and return a tuple) are replaced by `PassThrough`, which returns its first argument.

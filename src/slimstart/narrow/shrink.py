@@ -35,7 +35,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     found by tracing the model on `example_inputs`.
 
     Args:
-        model: of the class that was trained, dense or already as narrow as the state dict.
+        model: instance of the class that was trained, dense or already as narrow as the state dict.
         state_dict: of a narrow network; from `finish(plain=True)`, or any other without ports on residual streams.
         example_inputs: as for `trace`; needed for models with counting attributes of their own, and for networks
             without some layers, unless the state dict is that of a model in training.
@@ -96,7 +96,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
 
 
 def _checked(metadata: Any, model: nn.Module) -> dict[str, Any]:
-    """What the state dict of a model in training says of its structure, after a check of names and types."""
+    """Structure in the state dict of a model in training, after a check of names and types."""
     known = dict(model.named_modules())
     try:
         fits = all(

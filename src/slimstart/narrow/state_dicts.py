@@ -32,7 +32,7 @@ class ModelState:
     """Hooks on a model that is narrow.
 
     Args:
-        networks: of the model.
+        networks: networks of the model.
         change: called with a mask and names of layers before tensors of that structure are loaded; makes the model the
             mask's network without these layers.
 
@@ -143,12 +143,12 @@ class PartialLoads:
     """Hooks on optimizers, and what has been loaded so far.
 
     Args:
-        networks: of the model.
+        networks: networks of the model.
         optimizers: over its parameters.
         loaded: called with an optimizer after it has loaded a state dict, which may have changed its settings.
 
     Attributes:
-        missing: what must be loaded before training can continue.
+        missing: state that must be loaded before training can continue.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class PartialLoads:
 
 
 def structure_of(networks: Networks) -> dict[str, Any]:
-    """What a state dict says of the structure that its tensors have."""
+    """Structure that a state dict contains."""
     return {
         "structure": networks.dense_graph.digest,
         "mask": networks.exact_selection.mask.clone(),
@@ -243,7 +243,7 @@ def structure_of(networks: Networks) -> dict[str, Any]:
 
 
 def _is_structure(networks: Networks, saved: Any) -> bool:
-    """Whether this is what `structure_of` says of a network of the same model."""
+    """Whether this is a result of `structure_of` for a network of the same model."""
     if not isinstance(saved, Mapping) or saved.get("structure") != networks.dense_graph.digest:
         return False
     mask, removed = saved.get("mask"), saved.get("removed", [])

@@ -66,7 +66,7 @@ def verify(
         coupling: "stream" or "filter".
         keep: names of modules or parameters that are not narrowed.
         num_masks: number of random masks, each in both modes.
-        seed: of masks and random parameters.
+        seed: seed of masks and random parameters.
         norms: as for `trace`; with "shrink", norms and means over channels of the dense network run over those that are
             kept.
 

@@ -1,4 +1,4 @@
-"""What is learned about the structure, on flat tensors: widths or keep-probabilities, masks, budgets.
+"""Learning of the structure, on flat tensors: widths or keep-probabilities, masks, budgets.
 
 Nothing here knows a network: its cost comes in as a `slimstart.costs.CostTable`, and which tensors a mask concerns is
 known to `slimstart.graph`.

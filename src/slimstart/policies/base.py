@@ -37,7 +37,7 @@ class Policy(Protocol):
         """The learner of one training.
 
         Args:
-            costs: of the network.
+            costs: cost table of the network.
             budget: `Channels`, `Params` or `Flops`, or several (`JointBudget`).
             total_steps: number of steps of the whole training; None if it is not known.
 

@@ -36,7 +36,7 @@ class ExpectedCost(Movable):
     """One polynomial of a cost table, ready to be evaluated on masks and on keep-probabilities.
 
     Args:
-        table: of the network.
+        table: cost table of the network.
         polynomial: `table.flops` or `table.params`.
     """
 
@@ -194,7 +194,7 @@ class DropProbabilities(Movable):
 
     Attributes:
         position: P(A) is at `position[A]` of the result.
-        one, zero: where the result is always 1, and always 0.
+        one, zero: positions of a result that is always 1, and of one that is always 0.
     """
 
     def __init__(self, sets: Incidence, groups: Groups) -> None:

@@ -25,7 +25,7 @@ class Fit:
 
     Args:
         budget: bound to `costs`.
-        costs: of the network.
+        costs: cost table of the network.
 
     Attributes:
         group: (U,) int64, the group of each unit, from 0 to G - 1.
@@ -111,7 +111,7 @@ def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], fl
         sizes: (G,) int64, the largest possible widths.
         align: see `steps`.
         cost: the cost of widths (G,) int64.
-        limit: of the cost; one unit per group costs less.
+        limit: limit of the cost; one unit per group costs less.
     """
     step = steps(sizes, align)
     step = torch.where((step > align) & (wanted < SMALL * align), align, step)

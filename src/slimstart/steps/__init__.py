@@ -1,4 +1,4 @@
-"""How one step runs: eagerly or as CUDA graphs, with hooks on the user's optimizers.
+"""Training steps: eager or as CUDA graphs, with hooks on the user's optimizers.
 
 Open `eager.py` first: a step is a forward, a check of the loss, a backward and the optimizers' steps. `structure.py` is
 what happens next: the structure is learned and, now and then, changed; `drawing.py` learns from losses and draws masks.

@@ -114,7 +114,7 @@ def check_finite(
         step: number of the step, for the message.
         unchanged: subject and verb of what has not been updated, for the message.
         weights: of the network; the message says if they are not finite.
-        names: of the first number and of the others.
+        names: names of the first number and of the others.
 
     Raises:
         NonFiniteLossError: a loss is NaN or infinite.

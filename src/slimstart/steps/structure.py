@@ -243,7 +243,7 @@ class Structure:
 
     @property
     def _fingerprint(self) -> dict[str, Tensor]:
-        """What all processes must agree on."""
+        """Values on which all processes must agree."""
         return {
             "keep-probabilities": self.learner.keep_probs,
             "masks": self.networks.masks,

@@ -1,4 +1,4 @@
-"""What the commands look like on a terminal; where there is none, plain lines."""
+"""Display of the commands on a terminal; without one, plain lines."""
 
 from __future__ import annotations
 

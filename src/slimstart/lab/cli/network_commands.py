@@ -27,9 +27,7 @@ OwnModel = Annotated[
 Network = Annotated[str, typer.Argument(help="Network: one of ours, timm:NAME, or your own code as module:factory.")]
 Image = Annotated[str, typer.Option(help="Shape of an image: CHANNELSxHEIGHTxWIDTH.")]
 Classes = Annotated[int, typer.Option("--num-classes", help="Number of classes.")]
-OwnData = Annotated[
-    str | None, typer.Option("--data", help="The same for data: your module:factory, if the run used one.")
-]
+OwnData = Annotated[str | None, typer.Option("--data", help="Your module:factory for the data, if the run used one.")]
 
 
 class Format(StrEnum):

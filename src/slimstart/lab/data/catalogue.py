@@ -39,8 +39,8 @@ def load(
             package; the others are read from `data_dir`.
         data_dir: the folder of the files, or the file itself; by default `data`. Each data set's module lists the files
             that it accepts.
-        batch_size: of the training. Test batches may be larger.
-        seed: of the order and of the augmentation.
+        batch_size: images of a training batch. Test batches may be larger.
+        seed: seed of the order and of the augmentation.
         device: device of the batches. Data sets that fit in memory are stored there.
         validation: with N > 0, `test` is N of the training images, always the same ones, and `train` the others: for
             choosing hyper-parameters, which must never see the test images.

@@ -240,6 +240,6 @@ def random_box(width: int, height: int, random: np.random.Generator) -> tuple[Bo
 
 
 def centre_box(width: int, height: int) -> Box:
-    """What is left if the short side is resized to `image_size` * 256 / 224 and the centre is cut out."""
+    """The image after the short side is resized to `image_size` * 256 / 224 and the centre is cut out."""
     side = min(width, height) / _SHORT_SIDE
     return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2

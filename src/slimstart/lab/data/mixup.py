@@ -24,7 +24,7 @@ class Mixed:
     With several processes, each mixes its own share of a batch, with the same draw.
 
     Args:
-        batches: of images and of labels as class indices.
+        batches: batches of images, and of labels as class indices.
         mixup, cutmix: alpha of each; 0 for none.
     """
 

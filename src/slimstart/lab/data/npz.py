@@ -21,7 +21,7 @@ def read(path: Path, max_bytes: Mapping[str, int]) -> dict[str, np.ndarray]:
     """The named arrays of a file, in that order.
 
     Args:
-        path: of the file.
+        path: path of the file.
         max_bytes: largest size of each array.
 
     Raises:

@@ -59,7 +59,7 @@ class EpochDraws:
     """The operations of one epoch, batch by batch.
 
     Args:
-        share: of every batch that this process makes.
+        share: share of every batch that this process makes.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def observe(
 
     Args:
         model: left in evaluation mode, so give a copy.
-        layers: of those that `observable` gave.
+        layers: some of the layers that `observable` returned.
         loss_fn: called as `loss_fn(model, *batch)`; its value is not used.
     """
     model.eval()

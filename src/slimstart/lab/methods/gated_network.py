@@ -34,8 +34,8 @@ class Gated(nn.Module):
     """A dense model whose units are multiplied by gates. It has the parameters and the forward of the model.
 
     Args:
-        model: from which the graph was traced.
-        graph: with coupling "stream".
+        model: the model that was traced.
+        graph: its channel graph, with coupling "stream".
         gates: called once per forward; returns (num_units,) gates on the model's device.
 
     Raises:

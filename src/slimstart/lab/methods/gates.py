@@ -30,14 +30,14 @@ class Gates(nn.Module, ABC):
     Args:
         s: learned parameters, float64, on the device of the gates.
         table: the network's cost table.
-        budget: what may stay of the network.
+        budget: budget of the finished network.
         lr: the learning rate of s.
-        total_steps: of the search.
-        seed: of `candidates`.
+        total_steps: number of steps of the search.
+        seed: seed of `candidates`.
 
     Attributes:
         default_lr: the relaxation's own `lr`.
-        gradient: of the loss with respect to s, as the last backward left it.
+        gradient: gradient of the loss with respect to s, from the last backward.
     """
 
     default_lr: float

@@ -70,7 +70,7 @@ def widths_within(curves: Tensor, tolerance: float, sizes: Tensor) -> Tensor:
     """The number of units that each group needs for a rise of the loss of at most the tolerance.
 
     Args:
-        curves: as `sensitivity` gives them.
+        curves: result of `sensitivity`.
         sizes: units of every group.
     """
     last = (curves <= tolerance).sum(1) - 1  # the curves begin at zero

@@ -24,7 +24,7 @@ class MaskedNetwork:
 
     Args:
         model: the dense model, with its present values.
-        graph: of the model.
+        graph: channel graph of the model.
 
     Attributes:
         module: the network of the last mask that was set; the model itself before.

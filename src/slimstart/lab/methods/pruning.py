@@ -27,8 +27,8 @@ class Trained:
 
     Attributes:
         model: the network; a method may change the weights of units that it keeps.
-        graph: of the network, with coupling "stream".
-        budget: of this cut.
+        graph: channel graph of the network, with coupling "stream".
+        budget: budget of this cut.
         batches: training images, on the model's device.
         loss_fn: called as `loss_fn(model, *batch)`.
         protocol: one of `PROTOCOLS`.

@@ -36,11 +36,11 @@ def make_gates(
     Args:
         name: one of `RELAXATIONS`, or "grow_efficient".
         model: dense; the gates of "soft_threshold" keep reading its weights.
-        graph: of the model, with coupling "stream".
-        budget: what may stay of the network.
+        graph: channel graph of the model, with coupling "stream".
+        budget: budget of the finished network.
         lr: learning rate of s; by default the relaxation's own.
-        total_steps: of the search.
-        seed: of the candidates; gates themselves draw from torch's own generator.
+        total_steps: number of steps of the search.
+        seed: seed of the candidates; gates themselves draw from torch's own generator.
     """
     if name not in _GATES:
         raise ConfigError(f"`name` is {name!r}; it must be one of {', '.join(map(repr, _GATES))}")

@@ -24,7 +24,7 @@ def wide_sibling(
 
     Args:
         make: called with a factor on the widths of the sibling.
-        graph: of the dense network, which the budget is a fraction of.
+        graph: channel graph of the dense network; the budget is a fraction of it.
         example: one image, as a batch.
 
     Returns:

@@ -60,7 +60,7 @@ def choose(trained: Trained) -> Tensor:
 
 
 def group_widths(trained: Trained) -> Tensor:
-    """How many units of every group stay in this round."""
+    """Number of units that each group keeps in this round."""
     graph, budget, sizes = trained.graph, trained.budget, group_sizes(trained.graph)
     first, last = (sizes.numel() * turn // trained.num_rounds for turn in (trained.round - 1, trained.round))
     level = torch.zeros(graph.num_units)
@@ -76,11 +76,11 @@ def group_widths(trained: Trained) -> Tensor:
 
 
 def round_fractions(graph: ChannelGraph, budget: BoundBudget, num_rounds: int) -> list[float]:
-    """What every round should leave of the dense network's cost, so that all groups end with one share.
+    """Fraction of the dense network's cost after each round, such that all groups end with one share.
 
     Args:
-        graph: of the dense network.
-        budget: of the finished one.
+        graph: channel graph of the dense network.
+        budget: budget of the finished network.
     """
     final = keep_share(torch.zeros(graph.num_units), graph, budget)
     group = graph.costs.unit_group

@@ -1,4 +1,4 @@
-"""What is wrong with the settings of a recipe: values out of range, and settings that contradict each other.
+"""Problems of the settings of a recipe: values out of range, and settings that contradict each other.
 
 Each problem is one sentence: the setting in backticks, its value, the rule, and what to do.
 """
@@ -142,7 +142,7 @@ def _of_the_method(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_siblings(recipe: Recipe) -> Iterator[str]:
-    """What is wrong with the method shallow."""
+    """Problems of the settings of the method shallow."""
     if recipe.method != "shallow":
         for name in ("stages", "trial_epochs"):
             if (value := getattr(recipe, name)) is not None:

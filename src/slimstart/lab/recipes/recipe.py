@@ -46,7 +46,7 @@ def _setting(default: Any, about: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, on what, and how. The defaults of the training are the paper's on CIFAR, where it has some."""
+    """Network, data, method and schedule of a run; the defaults are the paper's on CIFAR, where it has some."""
 
     model: str = _setting(
         "small", "Network: one of ours (vgg16, resnet20, ...), timm:NAME, or your own code as module:factory."

@@ -10,7 +10,7 @@ from slimstart.lab.records import Epoch
 
 @dataclass(frozen=True)
 class Status:
-    """What a progress display shows after a step."""
+    """Progress after a step, for a display."""
 
     epoch: int
     phase: str

@@ -27,8 +27,8 @@ def choose(recipe: Recipe, folder: Path, num_images: int, trial: Trial, watcher:
     """Train all siblings of the network, and return what they reached.
 
     Args:
-        folder: of the trials.
-        num_images: of the training set.
+        folder: folder of the trials.
+        num_images: number of training images.
         trial: trains one candidate, from its last checkpoint if there is one, or reads its record.
 
     Raises:

@@ -85,7 +85,7 @@ def contender(text: str) -> Contender:
 
 
 def plan(entrant: Contender, recipe: Recipe, total_epochs: int, finetune_epochs: int | None = None) -> dict[str, Any]:
-    """How a contender spends its epochs, as changes of the recipe.
+    """The schedule of a contender, as changes of the recipe.
 
     Args:
         total_epochs: all that it has.
@@ -125,8 +125,8 @@ def trials(
 
     Args:
         recipe: settings that all runs share.
-        methods: as `contender` reads them.
-        budgets: of each contender but dense, which has none and runs once for each seed.
+        methods: methods in the notation of `contender`.
+        budgets: budgets of each contender; dense has none and runs once for each seed.
         total_epochs: of each contender; those of the recipe, with fine-tuning, if not given.
         retraining: `finetune_epochs`, `finetune_lr` or `finetune_schedule` to take the place of the plan's,
             `rounds` of contenders that prune, and `trial_epochs` of shallow.

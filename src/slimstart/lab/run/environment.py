@@ -28,7 +28,7 @@ BATCH_NORMS = ("synchronised", "per-rank")
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a run computes; nothing here is meant to change a result."""
+    """Device, folders and engine of a run; nothing here is meant to change a result."""
 
     device: str = "auto"
     data_dir: Path | None = None

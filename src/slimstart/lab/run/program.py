@@ -53,10 +53,10 @@ class Program:
     """One run.
 
     Args:
-        recipe: what to train.
+        recipe: settings of the run.
         run: the folder, made by `Run.create`.
-        place: where.
-        watcher: a display.
+        place: device, folders and engine.
+        watcher: progress callbacks.
         ranks: the process group; each of its processes has such a program.
 
     Raises:

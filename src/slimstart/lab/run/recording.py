@@ -1,4 +1,4 @@
-"""What a run adds up while it trains, and its record when it is finished."""
+"""Sums over a running training, and the record of a finished one."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class Events:
     """TensorBoard events: scalars of every epoch. Without the package tensorboard there are none, with one warning.
 
     Args:
-        folder: where they are written; None for nowhere.
+        folder: folder to write to; None writes nothing.
         first_step: events of epochs from this one on, which a killed run has left, are dropped.
     """
 

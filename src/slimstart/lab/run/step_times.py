@@ -59,7 +59,7 @@ def measured(task: Task, own_flops: int) -> StepTimes | None:
     """Step times, with those of the dense and the uniform network; None where not asked for, or not possible.
 
     Args:
-        own_flops: of the finished network.
+        own_flops: FLOPs of the finished network.
     """
     # With several processes there are none, for one of them alone cannot take a step.
     if not task.place.step_times or not has_step_times(task.recipe) or task.ranks.size > 1:
@@ -91,8 +91,8 @@ def step_times(
 
     Args:
         own_flops: FLOPs of the finished network, and of the uniform one.
-        dense_flops: of the dense one.
-        engine: of all of them.
+        dense_flops: FLOPs of the dense one.
+        engine: engine of all networks.
         learning: whether to measure steps in which the structure is learned, too, for policies that learn from
             gradients.
     """

@@ -28,10 +28,10 @@ class Dense:
     """Costs of the dense network.
 
     Attributes:
-        flops: of one image.
-        layer_flops: of one image, by layer.
-        step_flops: of a training step.
-        gradient_bytes: that processes would exchange in a step.
+        flops: FLOPs of one image.
+        layer_flops: FLOPs of one image, by layer.
+        step_flops: FLOPs of a training step.
+        gradient_bytes: bytes that processes would exchange in a step.
     """
 
     flops: int
@@ -45,15 +45,15 @@ class Task:
     """One recipe at one place.
 
     Args:
-        recipe: what to train.
-        place: where.
+        recipe: settings of the run.
+        place: device, folders and engine.
         ranks: the process group; each process has its share of every batch.
         downloading: called with the progress of a download.
 
     Attributes:
-        device: that trains.
-        home: of the dense network.
-        train: batches that the network is trained on.
+        device: device that trains.
+        home: device of the dense network.
+        train: training batches.
         example: one image of zeros, on the device.
         dense: known when the dense network has been made once.
 

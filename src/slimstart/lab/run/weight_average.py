@@ -28,9 +28,9 @@ class WeightAverage:
     """Averages of all floating-point parameters and buffers of a network.
 
     Args:
-        decay: in (0, 1).
+        decay: decay of the average, in (0, 1).
         dense: the network with all its channels; its values are copied.
-        graph: of that network, where its structure changes.
+        graph: channel graph of that network, where its structure changes.
     """
 
     def __init__(self, decay: float, dense: nn.Module, graph: ChannelGraph | None = None) -> None:
