@@ -86,7 +86,8 @@ class _OnesStayOnes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("sigmoid", "sigmoid_", "hardsigmoid", "softplus"):
             return args[0]
-        if name == "sub":  # a difference of two live channels is live
+        # A difference of two live channels is live; one of whole numbers is arithmetic on positions.
+        if name == "sub" and all(isinstance(one, Tensor) and one.is_floating_point() for one in args[:2]):
             return args[0] + args[1]
         return func(*args, **(kwargs or {}))
 

@@ -171,6 +171,7 @@ NOT_IN_REFERENCE = {
     "functional_linear": "the layers are functions",
     "gpt2_conv1d": "the layers are functions",
     "einsum_ffn": "the layers are functions",
+    "joined_bias": "a layer is a function",
     "einsum_contraction": "a layer is a function",
     "tied_autoencoder": "two layers are functions",
 }
