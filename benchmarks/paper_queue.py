@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slimstart.io import atomic
+from slimstart.lab.recipes.originals import COMPARED, ONE_SHOT
 from slimstart.lab.recipes.presets import preset
-from slimstart.lab.recipes.published import COMPARED, ONE_SHOT
 from slimstart.lab.recipes.recipe import Recipe, merged
 
 Settings = Mapping[str, str | float | int]

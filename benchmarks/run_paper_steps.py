@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimstart.errors import ConfigError
 from slimstart.lab.cli.display import console, show_table
 from slimstart.lab.cli.options import split
 
@@ -32,13 +31,6 @@ def bench(
     resample_every: Annotated[
         str, typer.Option(help="Steps between two structure updates, or several as in 1,50.")
     ] = "10",
-    structure: Annotated[
-        str, typer.Option(help="Structures to measure: those at the start of a search, those in its middle, or both.")
-    ] = "start,middle",
-    keep_probs: Annotated[
-        Path | None,
-        typer.Option(help="Run or checkpoint with the structures in the middle; random ones by default."),
-    ] = None,
     device: Annotated[
         str, typer.Option(help="Device: cpu, cuda, cuda:1, ...; auto chooses a GPU if there is one.")
     ] = "auto",
@@ -70,14 +62,11 @@ def bench(
     form. The time of slimstart includes structure updates and both forwards.
     """
     from paper_steps import records
-    from paper_steps.benchmark import run
-    from paper_steps.settings import Settings
+    from paper_steps.benchmark import Settings, run
 
     settings = Settings(
         budgets=split(budget),
-        resample_every=_numbers("resample_every", resample_every),
-        structures=split(structure),
-        keep_probs=None if keep_probs is None else str(keep_probs),
+        resample_every=tuple(map(int, split(resample_every))),
         model=model,
         batch_size=batch_size,
         image_size=image_size,
@@ -93,7 +82,7 @@ def bench(
     )
     for row in run(settings, device, out):
         console.print(
-            f"{row.budget} {row.structure} resample_every={row.resample_every}: {row.ours_ms:.3g} ms, "
+            f"{row.budget} resample_every={row.resample_every}: {row.ours_ms:.3g} ms, "
             f"{row.speedup:.2f}x dense, {row.of_limit:.2f}x narrow ({row.num_turns} turns)",
             markup=False,
         )
@@ -104,10 +93,10 @@ def bench(
 def _show(rows: Sequence[Row]) -> None:
     from slimstart.lab.reports.tables import number
 
-    titles = ["budget", "s", "resample every", "FLOPs, %", "executed, %", "dense, ms", "narrow, ms", "slimstart, ms"]
+    titles = ["budget", "resample every", "FLOPs, %", "executed, %", "dense, ms", "narrow, ms", "slimstart, ms"]
     cells = [
         [
-            *(row.budget, row.structure, str(row.resample_every)),
+            *(row.budget, str(row.resample_every)),
             *(number(100 * ratio) for ratio in (row.flops_ratio, row.executed_flops_ratio)),
             f"{number(row.dense_ms)} ({row.dense_engine})",
             f"{number(row.narrow_ms)} ({row.narrow_engine})",
@@ -119,13 +108,6 @@ def _show(rows: Sequence[Row]) -> None:
     ]
     console.print(f"{rows[0].model}, batches of {rows[0].batch_size}, {rows[0].precision}", markup=False)
     show_table([*titles, "against dense", "against narrow", "memory, MiB"], cells)
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in split(text))
-    except ValueError as error:
-        raise ConfigError(f"`{name}` is {text!r}; it must be a number, or several with commas between them") from error
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from torch import nn
 from paper_steps import records
 from paper_steps.contenders import Memory, Plain, Work, every_way, search_in_parts, warm_up
 from paper_steps.records import Bench, Row
-from paper_steps.settings import Settings
-from paper_steps.structures import decided, executed_flops, saved_policy, to_the_middle, typical_mask
+from paper_steps.structures import decided, executed_flops, to_the_middle, typical_mask
 from paper_steps.turns import Turn, spread, take_turns
 from slimstart.errors import BudgetError, ConfigError
 from slimstart.flop_counter import flops
@@ -43,6 +43,31 @@ logger = logging.getLogger(__name__)
 _SHORTCUTS = "convolutions of 1 x 1 with strides"
 Contenders = Mapping[str, Mapping[str, Plain]]
 Parts = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        align: None leaves it to `SparseTraining`.
+        compiled: None measures torch.compile on a GPU only.
+    """
+
+    budgets: tuple[str, ...]
+    resample_every: tuple[int, ...] = (10,)
+    model: str = "vgg19"
+    batch_size: int = 64
+    image_size: int = 32
+    num_classes: int = 10
+    coupling: str = "filter"
+    precision: str = "float32"
+    align: int | None = None
+    channels_last: bool = True
+    compiled: bool | None = None
+    rounds: int = 20
+    seconds: float = 30.0
+    seed: int = 0
 
 
 def run(settings: Settings, device: str, folder: Path) -> Iterator[Row]:
@@ -86,24 +111,19 @@ class Benchmark:
         graph = trace(self.model, self._example, settings.coupling)
         for budget in settings.budgets:
             parse_budget(budget).bind(graph.costs)
-        self._saved = None if settings.keep_probs is None else saved_policy(Path(settings.keep_probs), graph.digest)
         self._compiled = device.type == "cuda" if settings.compiled is None else settings.compiled
 
     def rows(self) -> Iterator[Row]:
         with _compiling_for_many() if self._compiled else contextlib.nullcontext():
             dense = every_way(self.model, self.work, self._compiled)
             for budget in self.settings.budgets:
-                for structure in self.settings.structures:
-                    yield from self._rows(dense, budget, structure)
+                yield from self._rows(dense, budget)
 
-    def _rows(self, dense: Mapping[str, Plain], budget: str, structure: str) -> Iterator[Row]:
+    def _rows(self, dense: Mapping[str, Plain], budget: str) -> Iterator[Row]:
         """Rows of one structure: they share the narrow network, and the times of the parts of a step."""
         work = self.work
         by_hand = self._search(budget, resample_every=10**9, engine="eager")
-        if structure == "middle" and self._saved is not None:
-            by_hand.learner.load_state_dict(self._saved)
-        elif structure == "middle":
-            to_the_middle(by_hand.learner, self.settings.seed)
+        to_the_middle(by_hand.learner, self.settings.seed)
         state, share = by_hand.learner.state_dict(), decided(by_hand.learner)
         small = compact(self.model, by_hand.graph.select(typical_mask(by_hand)))
         own_flops = flops(small, self._example)
@@ -116,7 +136,7 @@ class Benchmark:
         common = {
             **{name: getattr(self.settings, name) for name in ("model", "batch_size", "coupling", "precision")},
             "budget": budget,
-            "structure": structure,
+            "structure": "middle",
             "decided": share,
             "flops_ratio": own_flops / self.dense_flops,
         }

@@ -1,19 +1,13 @@
-"""The structures that `run_paper_steps.py` measures: s at the start or in the middle of a search, and its masks."""
+"""The structures that `run_paper_steps.py` measures: s in the middle of a search, and its masks."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimstart.errors import CheckpointError, ConfigError
-from slimstart.io import checkpoints, training_state
 from slimstart.lab.run.recording import structure_of
-from slimstart.lab.run.run_folder import Run
 from slimstart.policies import Flops, Learner
 from slimstart.training import SparseTraining
 
@@ -36,7 +30,7 @@ def to_the_middle(learner: Learner, seed: int) -> None:
     under a small budget most s are near 0 from the start.
 
     Raises:
-        ConfigError: the middle is not reached.
+        RuntimeError: the middle is not reached.
     """
     generator = torch.Generator().manual_seed(seed)
     at_start = _variance(learner.keep_probs)
@@ -47,36 +41,11 @@ def to_the_middle(learner: Learner, seed: int) -> None:
         extra = learner.draw().cpu().double().sum(1) - float(learner.keep_probs.sum())
         noise = torch.randn(learner.num_masks, generator=generator, dtype=torch.float64)
         learner.update(noise - PRESSURE * extra / variance**0.5)
-    raise ConfigError(
-        f"after {MAX_UPDATES:,} updates with noise only {decided(learner):.0%} of all s are within 0.05 of 0 or 1; "
-        "take the structure `middle` from a run with --keep-probs"
-    )
+    raise RuntimeError(f"after {MAX_UPDATES:,} updates only {decided(learner):.0%} of all s are within 0.05 of 0 or 1")
 
 
 def _variance(s: Tensor) -> float:
     return float((s * (1 - s)).sum())
-
-
-def saved_policy(path: Path, digest: str) -> Mapping[str, Any]:
-    """The learner's state in a run's folder, or in a checkpoint of a run or of SparseTraining.
-
-    Args:
-        digest: that of the graph that the state must belong to.
-    """
-    found: Any = Run(path).latest() if path.is_dir() else checkpoints.read(path)
-    if found is None:
-        raise ConfigError(f"`keep_probs` is {str(path)!r}, which holds no checkpoint; give a run's folder that does")
-    for level in ("method", "sparse"):  # where a run keeps it
-        found = found.get(level, found)
-    if found.get("format") != training_state.FORMAT:
-        raise CheckpointError(f"`keep_probs` is {str(path)!r}, which holds no search; give the checkpoint of one")
-    if found.get("structure") != digest:
-        raise CheckpointError(
-            f"`keep_probs` is {str(path)!r}, a search on another network or coupling; give --model, --classes and "
-            "--coupling as they were there"
-        )
-    state: Mapping[str, Any] = found["policy"]
-    return state
 
 
 def typical_mask(sparse: SparseTraining) -> Tensor:

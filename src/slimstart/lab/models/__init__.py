@@ -16,8 +16,7 @@ from slimstart.lab.models.registry import MODELS, build
 from slimstart.lab.models.resnet_cifar import resnet20, resnet32
 from slimstart.lab.models.resnet_imagenet import resnet50
 from slimstart.lab.models.siblings import parse_stages, siblings
-from slimstart.lab.models.small import small
-from slimstart.lab.models.vgg import vgg16, vgg19
+from slimstart.lab.models.vgg import small, vgg16, vgg19
 from slimstart.lab.models.wide_resnet import wrn28_10
 
 __all__ = [

@@ -13,8 +13,7 @@ from slimstart.lab.models.mobilenet_v1 import mobilenet_v1
 from slimstart.lab.models.resnet_cifar import resnet20, resnet32
 from slimstart.lab.models.resnet_imagenet import resnet50
 from slimstart.lab.models.siblings import parse_stages
-from slimstart.lab.models.small import small
-from slimstart.lab.models.vgg import vgg16, vgg19
+from slimstart.lab.models.vgg import small, vgg16, vgg19
 from slimstart.lab.models.wide_resnet import wrn28_10
 from slimstart.lab.own_code import brief, is_factory
 

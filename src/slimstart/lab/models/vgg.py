@@ -13,6 +13,7 @@ from slimstart.lab.models.layers import Chain, Stages, conv_bn_relu, initialised
 
 VGG16 = Stages((2, 2, 3, 3, 3), (64, 128, 256, 512, 512))
 VGG19 = Stages((2, 2, 4, 4, 4), VGG16.channels)
+SMALL = ((32,), (32, 64), (64, 128))
 
 
 class VGG(Chain):
@@ -42,6 +43,11 @@ def vgg16(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stage
 def vgg19(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = VGG19) -> VGG:
     """16 convolutions: 20.0 M parameters, 398 M multiply-adds on 32 x 32."""
     return initialised(VGG(_convolutions(stages), num_classes, in_channels, width))
+
+
+def small(num_classes: int = 10, in_channels: int = 1, width: float = 1.0) -> VGG:
+    """Five convolutions, for the embedded 28 x 28 images on two CPU cores: 0.14 M parameters, 11 M multiply-adds."""
+    return initialised(VGG(SMALL, num_classes, in_channels, width))
 
 
 def _convolutions(stages: Stages) -> list[list[int]]:

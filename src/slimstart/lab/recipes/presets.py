@@ -18,8 +18,7 @@ import difflib
 from dataclasses import dataclass
 
 from slimstart.errors import ConfigError
-from slimstart.lab.recipes.originals import originals
-from slimstart.lab.recipes.published import Paper, compared_with
+from slimstart.lab.recipes.originals import Paper, compared_with, originals
 from slimstart.lab.recipes.recipe import Recipe, merged
 
 CIFAR = Recipe(
