@@ -16,7 +16,7 @@ from tests.zoo.transformers import MLPMixer
 COUPLINGS = ("stream", "filter")
 SHRINKING = [
     "mlp_mixer", "vit_separate", "vit_fused", "vit_product", "nanogpt", "nanogpt_loss", "decoder_expand",
-    "decoder_repeat_interleave", "convnext",
+    "decoder_repeat_interleave", "convnext", "upcast_norm",
 ]  # fmt: skip
 OTHERS = ["encoder_stack", "encoder_stack_prenorm", "multihead_attention", "cbam", "resnet_basic"]
 TOLERANCE = 1e-10

@@ -195,6 +195,10 @@ ZOO: dict[str, Entry] = {
     "split_list": Entry(partial(attention.MixedKernels, list), _image, 0.95),
     "split_tuple": Entry(partial(attention.MixedKernels, tuple), _image, 0.95),
     "zero_bias": Entry(partial(attention.Residual, attention.ZeroBias), _sequence, 0.95),
+    "shifted_window": Entry(partial(attention.Residual, attention.ShiftedWindow), _sequence, 0.95),
+    "computed_bias": Entry(partial(attention.Residual, attention.ComputedBias), _sequence, 0.95),
+    "channel_attention": Entry(partial(attention.Residual, attention.ChannelAttention), _sequence, 0.95),
+    "upcast_norm": Entry(attention.UpcastNorm, _sequence),
     "class_token": Entry(attention.ClassToken, _sequence, 0.95),
     "key_value_cache": Entry(partial(attention.Residual, attention.Cached), _sequence, 0.95),
     # odd

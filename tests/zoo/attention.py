@@ -207,6 +207,79 @@ class ZeroBias(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
 
 
+class ShiftedWindow(Indexed):
+    """A mask is made from the tensor that is masked, with its type and place (torchvision's Swin)."""
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, self.width).permute(2, 0, 3, 1, 4)
+        regions = x.new_zeros(n)
+        regions[n // 2 :] = 1
+        apart = regions[:, None] - regions
+        attn = q @ k.transpose(-2, -1) + apart.masked_fill(apart != 0, -100.0)
+        return self.proj((attn.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ComputedBias(nn.Module):
+    """A layer computes a bias for each head from constant coordinates; keys have no bias (Swin V2, ConViT)."""
+
+    def __init__(self, dim, tokens=6, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+        self.bias = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, heads, bias=False))
+        positions = torch.arange(tokens, dtype=torch.float32)
+        self.register_buffer("distances", (positions[:, None] - positions)[..., None])
+        self.gate = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        qkv_bias = self.qkv.bias.clone()
+        length = qkv_bias.numel() // 3
+        qkv_bias[length : 2 * length].zero_()
+        qkv = F.linear(x, self.qkv.weight, qkv_bias)
+        q, k, v = qkv.reshape(b, n, 3, self.heads, self.width).permute(2, 0, 3, 1, 4)
+        attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        gate = torch.sigmoid(self.gate).view(1, -1, 1, 1)
+        attn = (1.0 - gate) * attn.softmax(-1) + gate * self.bias(self.distances).permute(2, 0, 1).softmax(-1)
+        return self.proj((attn @ v).transpose(1, 2).flatten(2))
+
+
+class ChannelAttention(nn.Module):
+    """Attention between the channels of a head, over all tokens (XCiT, DaViT, EdgeNeXt)."""
+
+    def __init__(self, dim, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+        self.temperature = nn.Parameter(torch.ones(heads, 1, 1))
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, self.width).permute(2, 0, 3, 4, 1)
+        attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * self.temperature
+        return self.proj((attn.softmax(-1) @ v).permute(0, 3, 1, 2).reshape(b, n, -1))
+
+
+class UpcastNorm(nn.Module):
+    """A network whose norms compute in float32, whatever the type of the network (Llama and its relatives)."""
+
+    def __init__(self, dim=12, num_classes=3):
+        super().__init__()
+        self.inp = nn.Linear(5, dim)
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.hidden = nn.Linear(dim, 24)
+        self.out = nn.Linear(24, num_classes)
+
+    def forward(self, x):
+        x = self.inp(x)
+        y = x.to(torch.float32)
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return self.out(F.silu(self.hidden(y * self.weight).float()).to(x.dtype))
+
+
 class ClassAttention(nn.Module):
     """Attention of the class token to all tokens (CaiT)."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -254,7 +254,8 @@ def _run(model: nn.Module, inputs: Any, training: bool, gradients: bool) -> _Out
     model.zero_grad()
     try:
         forked = torch.random.fork_rng(devices=cuda_devices(model))
-        with forked, torch.set_grad_enabled(gradients), _NoDropout():
+        precision = _InDouble() if _dtype(model) == torch.float64 else nullcontext()
+        with forked, torch.set_grad_enabled(gradients), _NoDropout(), precision:
             torch.manual_seed(0)
             outputs = [t for t in tree_flatten(model(*args, **kwargs))[0] if isinstance(t, Tensor)]
         floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
@@ -343,3 +344,15 @@ class _NoDropout(TorchFunctionMode):
         elif name == "multi_head_attention_forward":
             kwargs["training"] = False
         return func(*args, **kwargs)
+
+
+class _InDouble(TorchFunctionMode):
+    """Replace casts to float32, as before the norms of many transformers: their rounding would hide small errors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "float":
+            return args[0].double()
+        if name != "view":  # which reads the same memory as another type
+            args, kwargs = tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, (args, kwargs))
+        return func(*args, **(kwargs or {}))

@@ -86,7 +86,10 @@ def linear(tracer: Tracer, call: Call) -> None:
         tensor, weight, dims = call.arguments.get("mat1", call["self"]), call["mat2"], (1, 0)
         bias = call["self"] if call.name == "addmm" else None
     total = tensor.numel() * (weight.shape[dims[0]] if weight.dim() > 1 else 1)
-    if tracer.parameter(tensor) is not None or weight.dim() != 2 or tracer.activation(weight) is not None:
+    table = tracer.parameter(tensor) if call.name == "linear" and weight.dim() == 2 else None
+    if table is not None and tracer.parameter(weight) is not None:  # coordinates, or learned queries
+        tracer.pin(table, "it is the input of a layer")
+    elif tracer.parameter(tensor) is not None or weight.dim() != 2 or tracer.activation(weight) is not None:
         if call.name == "mm" and tracer.parameter(tensor) is None and tracer.parameter(weight) is None:
             return _product(tracer, tensor, weight, call.result, total)
         tracer.keep_all([tensor, weight, bias], "a product that is not followed")
@@ -239,6 +242,7 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     """Follow (b, m, k) times (b, k, n), both activations: channels that are multiplied are tied.
 
     Only one dimension of each may have channels: b (heads), k (zero is neutral in the sum over it), or one of m and n.
+    With heads all may have some, because a head is removed as a whole (attention over channels).
     """
     fields = []
     for value in map(tracer.activation, (first, second)):
@@ -248,14 +252,18 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     sizes = {"b": (left.shape[0], right.shape[0]), "k": (left.shape[2], right.shape[1])}
     rows, columns = left.shape[1] > 1, right.shape[2] > 1
     unmatched = any((a > 1) != (b > 1) for a, b in sizes.values())
+    if left.shape[0] > 1 and right.shape[0] > 1 and ((rows and columns) or unmatched):
+        heads = pairwise(left[:, :1, :1], right[:, :1, :1], tracer.constraints.multiplied)
+        _whole_heads(tracer, left)
+        _whole_heads(tracer, right)
+        tracer.set(result, heads.view(heads.shape[3 - result.dim() :]))
+        return _cost(tracer, total, [when_carried(node) for node in heads.reshape(-1).tolist()])
     if (rows and columns) or unmatched or (sizes["k"][0] > 1 and (rows or columns)):
         tracer.keep_all([first, second], "it is multiplied in a way that is not followed")
         return _cost(tracer, total)
     meet = pairwise(left[:, :1, :], right[:, :, :1].transpose(1, 2), tracer.constraints.multiplied)
-    for tensor, batched in ((left, left.shape[0] > 1), (right, right.shape[0] > 1)):
-        if batched and tensor.numel() > tensor.shape[0]:  # several channels per batch entry (a head) are one unit
-            rigid = frozenset(d for d in (1, 2) if tensor.shape[d] > 1)
-            tracer.constraints.layouts.append(Layout(tensor, (None,) * 3, rigid, "a head is multiplied as a whole"))
+    _whole_heads(tracer, left)
+    _whole_heads(tracer, right)
     batch = meet[:, :, :1]
     if left.shape[0] > 1 and (rows or columns):
         pairwise(batch, left if rows else right, tracer.constraints.multiplied)
@@ -270,6 +278,13 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     elif rows or columns:
         factors.append([when_carried(node) for node in nodes.reshape(-1).tolist()])
     return _cost(tracer, total, *factors)
+
+
+def _whole_heads(tracer: Tracer, nodes: Tensor) -> None:
+    """Let the channels of one batch entry (a head) of a product be one unit."""
+    if nodes.shape[0] > 1 and nodes.numel() > nodes.shape[0]:
+        rigid = frozenset(d for d in (1, 2) if nodes.shape[d] > 1)
+        tracer.constraints.layouts.append(Layout(nodes, (None,) * 3, rigid, "a head is multiplied as a whole"))
 
 
 @register_rule("scaled_dot_product_attention")

@@ -228,6 +228,13 @@ def like(tracer: Tracer, call: Call) -> None:
         pass_through(tracer, call, call.subject, zero_preserving=False)
 
 
+@register_rule("zero", "fill")
+def fill(tracer: Tracer, call: Call) -> None:
+    """One number for all entries: those of a copy of a parameter remain what they are, whichever exist (Swin V2)."""
+    if tracer.parameter(call["self"]) is None:
+        tracer.keep_all([call["self"]], "it is written over")
+
+
 @register_rule("expand_as", "view_as", "reshape_as")
 def as_other(tracer: Tracer, call: Call) -> None:
     """Operations that take their sizes from another tensor, so that both must be equally wide."""

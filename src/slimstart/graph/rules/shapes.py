@@ -49,7 +49,7 @@ def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
     return list(sizes)
 
 
-@register_rule("zeros", "ones", "full", "empty", "rand", "randn")
+@register_rule("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty")
 def create(tracer: Tracer, call: Call) -> None:
     """New tensors: a dimension whose size is an attribute (`torch.zeros(1, self.heads, n, n)`) shrinks with that."""
     sizes = _all_as_written(call, list(call.result.shape))
