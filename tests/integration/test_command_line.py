@@ -116,6 +116,7 @@ def test_evaluate_repeats_the_accuracy_of_the_record(slimstart: Slimstart, train
     [
         pytest.param("onnx", "a.onnx", marks=pytest.mark.slow),
         ("torch", "a.pt2"),
+        ("python", "a.py"),
         ("safetensors", "a.safetensors"),
     ],
 )

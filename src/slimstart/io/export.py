@@ -9,9 +9,11 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slimstart.errors import ConfigError, ExportError
 from slimstart.io import atomic
@@ -31,7 +33,7 @@ def to_onnx(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -
         with _quiet():
             program = torch.onnx.export(
                 network,
-                (_several(example),),
+                (several(example),),
                 dynamo=True,
                 verbose=False,
                 input_names=["images"],
@@ -50,9 +52,9 @@ def to_onnx(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -
     except ImportError:
         return None
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    images = _several(example)
+    images = several(example)
     (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    return _difference(network, images, torch.from_numpy(logits), path)
+    return compare(network, images, torch.from_numpy(logits), path)
 
 
 def to_torch(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> float:
@@ -60,32 +62,32 @@ def to_torch(network: nn.Module, path: str | os.PathLike[str], example: Tensor) 
     if Path(path).suffix != ".pt2":
         raise ConfigError(f"`out` is {os.fspath(path)!r}; a file of torch.export must be called *.pt2")
     network.eval()
-    images = _several(example)
+    images = several(example)
     with _quiet():
         program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         content = io.BytesIO()
         torch.export.save(program, content)
         atomic.write(path, content.getvalue())
         again = torch.export.load(str(Path(path))).module()
-    return _difference(network, images, again(images), path)
+    return compare(network, images, again(images), path)
 
 
-def _several(example: Tensor) -> Tensor:
+def several(example: Tensor) -> Tensor:
     """Three different images: the exporters take a batch size of one for a constant."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(3, *example.shape[1:], generator=generator)
 
 
 @torch.no_grad()
-def _difference(network: nn.Module, images: Tensor, output: Tensor, path: str | os.PathLike[str]) -> float:
-    """The largest difference between outputs.
+def compare(network: nn.Module, images: Tensor, output: Any, path: str | os.PathLike[str]) -> float:
+    """The largest difference between outputs, one or several.
 
     Raises:
         ExportError: the difference is larger than rounding errors.
     """
-    expected = network(images)
-    difference = float((expected - output).abs().max())
-    if not difference <= 1e-3 * max(1.0, float(expected.abs().max())):
+    pairs = list(zip(tree_leaves(network(images)), tree_leaves(output), strict=True))
+    difference = max(float((expected - found).abs().max()) for expected, found in pairs)
+    if not difference <= 1e-3 * max(1.0, *(float(expected.abs().max()) for expected, _ in pairs)):
         raise ExportError(f"{os.fspath(path)} does not compute the same as the network: outputs differ by {difference}")
     return difference
 

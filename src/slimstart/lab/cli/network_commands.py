@@ -33,6 +33,7 @@ OwnData = Annotated[str | None, typer.Option("--data", help="Your module:factory
 class Format(StrEnum):
     onnx = "onnx"
     torch = "torch"
+    python = "python"
     safetensors = "safetensors"
 
 
@@ -74,16 +75,21 @@ def export(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
     format: Annotated[
-        Format, typer.Option(help="Kind of file: onnx, torch (torch.export) or safetensors (weights and structure).")
+        Format,
+        typer.Option(
+            help="Kind of file: onnx, torch (torch.export), python (with its weights) or safetensors (weights and "
+            "structure)."
+        ),
     ],
     model: OwnModel = None,
     data: OwnData = None,
 ) -> None:
-    """Export a finished network; ONNX and torch.export files are run and compared with it."""
+    """Export a finished network; ONNX, torch.export and Python files are run and compared with it."""
     import torch
 
     from slimstart.io import export as exporting
     from slimstart.io import network_files as files
+    from slimstart.io import python_file
     from slimstart.lab import records
     from slimstart.lab.run.run_folder import Run
 
@@ -95,7 +101,12 @@ def export(
         files.save(network, out)
         console.print(f"{out}, and {out.with_suffix('.json')}, its structure", markup=False)
         return
-    difference = (exporting.to_onnx if format is Format.onnx else exporting.to_torch)(network, out, example)
+    writers = {
+        Format.onnx: exporting.to_onnx,
+        Format.torch: exporting.to_torch,
+        Format.python: python_file.to_python,
+    }
+    difference = writers[format](network, out, example)
     verdict = (
         "not checked: onnxruntime is not installed" if difference is None else f"differs by {difference:.1e} at most"
     )
