@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from slimstart.errors import CheckpointError
-from slimstart.io import atomic
+from slimstart.io import atomic, plain_pickles
 from slimstart.io.files import open_to_read
 
 _SEAL = b"\nslimstart blake2b "
@@ -76,6 +76,8 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             _check_checksum(file)
             _check_sizes(file)
             file.seek(0)
+            plain_pickles.check_tensors(torch._C.PyTorchFileReader(file).get_record("data.pkl"))
+            file.seek(0)
             state: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:  # the file may be fine
         raise
@@ -103,6 +105,8 @@ def _check_checksum(file: BinaryIO) -> None:
     remaining = file.seek(0, os.SEEK_END) - length
     file.seek(max(remaining, 0))
     seal = file.read()
+    if not seal.startswith(_SEAL):
+        remaining = 0  # it need not be read
     file.seek(0)
     found = hashlib.blake2b(digest_size=_DIGEST_SIZE)
     while remaining > 0:

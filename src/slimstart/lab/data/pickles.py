@@ -1,20 +1,20 @@
-"""Read a pickle of plain data without letting it run anything.
+"""Read a pickle of CIFAR without letting it run anything.
 
-A pickle is a program: it names functions and calls them. Here the names in files of CIFAR are replaced by stand-ins
-that only store their arguments, and every other name is refused before it is looked up. So a file can make containers,
+The names in files of CIFAR are replaced by stand-ins that only store their arguments. So a file can make containers,
 numbers, strings and arrays of uint8, and nothing else, and no more of them than it has bytes for.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from slimstart.errors import DataError
+from slimstart.io.plain_pickles import PlainUnpickler
 
 _FEW = 10_000  # operations that any file may have; a batch of CIFAR has one for 600 bytes
 
@@ -42,49 +42,19 @@ class _Array:
         self.value = np.frombuffer(content, np.uint8).reshape(shape, order="F" if by_columns else "C")
 
 
-_STAND_INS = {
+_STAND_INS: dict[str, Callable[..., Any]] = {
     "numpy.dtype": _Type,
     "numpy.ndarray": _Array,
     "numpy.core.multiarray._reconstruct": _Array,
     "numpy._core.multiarray._reconstruct": _Array,  # the same since numpy 2
 }
 
-# These allocate as many bytes as the file claims, or look things up outside of the file.
-_REFUSED = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.EXT1, pickle.EXT2, pickle.EXT4)
 
-
-class _Operations(dict[int, Any]):
-    """The operations of a pickle; each makes at most a small object, so their number bounds the memory."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(pickle._Unpickler.dispatch)
-        for code in _REFUSED:
-            del self[code[0]]
-        self._left = most
-
-    def __getitem__(self, code: int) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise pickle.UnpicklingError("it has more operations than data")
-        if code not in self:
-            raise pickle.UnpicklingError(f"an operation that is not needed for plain data ({bytes([code])!r})")
-        return super().__getitem__(code)
-
-
-# The implementation in Python: that in C allocates what an index or a length claims, 4 GB for a file of 9 bytes.
-class _Reader(pickle._Unpickler):
+class _Reader(PlainUnpickler):
     def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content), encoding="bytes")
-        self.dispatch = _Operations(_FEW + len(content) // 16)  # type: ignore[misc]  # of this file
+        stand_ins = {**_STAND_INS, "_codecs.encode": self._encode}
+        super().__init__(content, stand_ins, _FEW + len(content) // 16)
         self._left = 2 * len(content)  # bytes that may be made of text
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):
-            return self._encode
-        try:
-            return _STAND_INS[f"{module}.{name}"]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {_short(f'{module}.{name}')}, which is not plain data") from None
 
     def _encode(self, text: str, encoding: str) -> bytes:
         """A stand-in for `_codecs.encode`, through which Python 3 writes bytes that Python 2 can read."""
@@ -94,10 +64,6 @@ class _Reader(pickle._Unpickler):
         if self._left < 0:
             raise pickle.UnpicklingError("it makes more bytes than it has")
         return text.encode("latin1")
-
-
-def _short(name: str) -> str:
-    return name if len(name) < 100 else f"{name[:100]}..."
 
 
 def read(content: bytes, source: object) -> dict[str, Any]:

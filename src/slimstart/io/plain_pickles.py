@@ -1,0 +1,114 @@
+"""Read a pickle of plain data without letting it run anything, or make more than it has bytes for.
+
+A pickle is a program: it names functions and calls them. `PlainUnpickler` gives it stand-ins for the few names that a
+kind of file needs, and refuses every other name before it is looked up.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# These allocate as many bytes as the file claims, or look things up outside of the file.
+_REFUSED = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+_TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_KIND = re.compile(r"torch\.(\w+Storage|storage\.UntypedStorage|b?float\d+|complex\d+|u?int\d+|bool|float8_\w+)")
+
+
+class _Operations(dict[int, Any]):
+    """The operations of a pickle; each makes at most a small object, so their number bounds the memory."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(pickle._Unpickler.dispatch)
+        for code in _REFUSED:
+            del self[code[0]]
+        self._left = most
+
+    def __getitem__(self, code: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise pickle.UnpicklingError("it has more operations than data")
+        if code not in self:
+            raise pickle.UnpicklingError(f"an operation that is not needed for plain data ({bytes([code])!r})")
+        return super().__getitem__(code)
+
+
+# The implementation in Python: that in C allocates what an index or a length claims, 4 GB for a file of 9 bytes.
+class PlainUnpickler(pickle._Unpickler):
+    """A reader of plain data.
+
+    Args:
+        content: the pickle.
+        stand_ins: what takes the place of each name.
+        max_operations: largest number of operations.
+    """
+
+    def __init__(self, content: bytes, stand_ins: Mapping[str, Callable[..., Any]], max_operations: int) -> None:
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self.dispatch = _Operations(max_operations)  # type: ignore[misc]  # of this file
+        self._stand_ins = stand_ins
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._stand_ins[f"{module}.{name}"]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {_short(f'{module}.{name}')}, which is not plain data") from None
+
+
+class _TensorPickle(PlainUnpickler):
+    """A pickle as `torch.save` writes it for plain values and tensors; the tensors are not made."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content, {}, 16 + len(content))
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _TENSORS:
+            return _check_tensor
+        if full == "collections.OrderedDict":
+            return _no_hooks
+        if _KIND.fullmatch(full):
+            return full
+        raise pickle.UnpicklingError(f"it asks for {_short(full)}, which is not plain data")
+
+    def persistent_load(self, pid: Any) -> int:
+        """The number of elements of a storage."""
+        kind, _, key, _, num_elements = pid
+        if kind != "storage" or not isinstance(key, str) or type(num_elements) is not int:
+            raise pickle.UnpicklingError("it has no storages of tensors as PyTorch writes them")
+        return num_elements
+
+
+def _check_tensor(num_elements: int, _offset: int, size: tuple[int, ...], *_: object) -> None:
+    """Refuse a tensor that is larger than its storage: a copy of it could need any amount of memory."""
+    if math.prod(size) > num_elements:
+        raise pickle.UnpicklingError("it has a tensor that is larger than its data")
+
+
+def _no_hooks() -> None:
+    """The hooks of a tensor, which has none. With arguments this could make copies without end."""
+
+
+def check_tensors(content: bytes) -> None:
+    """Refuse the pickle of a PyTorch file that has more than plain values, containers and tensors.
+
+    `torch.load(weights_only=True)` executes no code of a file, but makes a bytearray of any size, copies a container
+    again and again, and makes tensors of many kinds.
+
+    Raises:
+        pickle.UnpicklingError: it has.
+    """
+    try:
+        _TensorPickle(content).load()
+    except (MemoryError, pickle.UnpicklingError):
+        raise
+    except Exception as error:  # an odd pickle may raise any exception
+        raise pickle.UnpicklingError(f"it is no pickle of plain values: {error}") from error
+
+
+def _short(name: str) -> str:
+    return name if len(name) < 100 else f"{name[:100]}..."
