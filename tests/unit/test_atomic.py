@@ -1,4 +1,4 @@
-"""Atomic writes: two writers of one file, links, and what killed writers leave."""
+"""Atomic writes: two writers of one file or one network, links, and what killed writers leave."""
 
 import multiprocessing
 import os
@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+import torch
+from torch import nn
 
+import slimstart
 from slimstart.io import atomic
 from slimstart.io.files import Folder, open_to_read, read_bytes
 
@@ -113,3 +116,36 @@ def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) 
     assert read_bytes(tmp_path / "file", 5) == b"12345"
     with pytest.raises(ValueError, match="more than 4 bytes"):
         read_bytes(tmp_path / "file", 4)
+
+
+def save_again_and_again(path: Path, seed: int) -> None:
+    torch.set_num_threads(1)
+    networks = [narrow(10 * seed + number) for number in range(2)]
+    for number in range(60):
+        slimstart.save(networks[number % 2], path)
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
+def narrow(seed: int) -> nn.Module:
+    graph = slimstart.trace(dense(), torch.zeros(1, 3, 8, 8))
+    mask = torch.rand(graph.num_units, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return slimstart.compact(dense(), graph.select(graph.costs.at_least_one(mask)))
+
+
+def test_two_processes_save_one_network(tmp_path: Path) -> None:
+    """Whoever reads in the meantime finds one of the networks, and so does whoever reads afterwards."""
+    path = tmp_path / "net"
+    slimstart.save(narrow(0), path)
+    writers = [CONTEXT.Process(target=save_again_and_again, args=(path, seed)) for seed in (1, 2)]
+    for writer in writers:
+        writer.start()
+    reads = 0
+    while any(writer.is_alive() for writer in writers) or not reads:
+        slimstart.load(path, dense)
+        reads += 1
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    slimstart.load(path, dense)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["net.json", "net.safetensors"]

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,6 +51,15 @@ def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], None], is
             error.filename = str(path)  # instead of the partial file, or of none if the disk is full
             error.filename2 = None
         raise
+
+
+@contextlib.contextmanager
+def turn(path: Path) -> Iterator[None]:
+    """Wait until no other process or thread is in this block for the same folder."""
+    with Folder(path) as folder:
+        if folder.handle is not None:
+            _lock(folder.handle, wait=True)
+        yield
 
 
 def remove_partials(folder: Folder, name: str) -> None:

@@ -29,45 +29,46 @@ class Folder:
     """
 
     def __init__(self, path: Path, is_link_allowed: bool = True) -> None:
-        self.path, self._handle = path, None
+        self.path = path
+        self.handle: int | None = None
         if not is_link_allowed and path.is_symlink():  # a clearer message than "not a directory"
             raise OSError(errno.ELOOP, _LINK, str(path))
         if _HAS_HANDLES:
-            self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if is_link_allowed else _NO_LINK))
+            self.handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if is_link_allowed else _NO_LINK))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
 
     def names(self) -> list[str]:
         """The names of all files, sorted."""
-        return sorted(os.listdir(self.path if self._handle is None else self._handle))
+        return sorted(os.listdir(self.path if self.handle is None else self.handle))
 
     def open(self, name: str, flags: int) -> int:
         """A handle of a regular file; links are not followed, and nothing waits for the other end of a pipe."""
         try:
-            handle = os.open(self._named(name), flags | _NO_LINK | _NO_WAIT, 0o666, dir_fd=self._handle)
+            handle = os.open(self._named(name), flags | _NO_LINK | _NO_WAIT, 0o666, dir_fd=self.handle)
         except OSError as error:
             reason = _LINK if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
             raise OSError(error.errno, reason, str(self.path / name)) from None
         return _regular(handle, self.path / name)
 
     def replace(self, name: str, new_name: str) -> None:
-        os.replace(self._named(name), self._named(new_name), src_dir_fd=self._handle, dst_dir_fd=self._handle)
+        os.replace(self._named(name), self._named(new_name), src_dir_fd=self.handle, dst_dir_fd=self.handle)
 
     def remove(self, name: str) -> None:
         """Remove a file, or a link itself; nothing happens if there is none."""
         try:
-            os.unlink(self._named(name), dir_fd=self._handle)
+            os.unlink(self._named(name), dir_fd=self.handle)
         except FileNotFoundError:
             return
 
     def _named(self, name: str) -> str:
-        return str(self.path / name) if self._handle is None else name
+        return str(self.path / name) if self.handle is None else name
 
 
 def open_to_read(path: str | os.PathLike[str]) -> BufferedReader:

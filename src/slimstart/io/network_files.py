@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 
 from slimstart.errors import CheckpointError
 from slimstart.io import atomic
-from slimstart.io.files import open_to_read, read_bytes
+from slimstart.io.files import read_bytes
 from slimstart.narrow.compact import RECORD, Record, tensor_names, tensor_places
 from slimstart.narrow.counts import read_count, write_count
-from slimstart.narrow.removed_layers import replace_module, replacement
+from slimstart.narrow.removed_layers import MAX_RESULTS, replace_module, replacement
 from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, open_port, set_port
 
 _FORMAT = "slimstart.network/1"
-_MAX_STRUCTURE = 1 << 26  # bytes of the structure file
-_MAX_RESULTS = 100  # of a removed layer
+_FEW_BYTES = 1 << 20  # that a file may have whatever its network
+_MAX_ITEMSIZE = 16  # of a complex number
+_ATTEMPTS = 5  # to read two files that belong together
 
 
 def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -82,13 +83,14 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     structure["digest"] = _digest(structure)
     tensors_path, structure_path = _paths(path)
     pending = _pending(structure_path, hashlib.sha256(blob).hexdigest())
-    atomic.write(pending, (json.dumps(structure, indent=1) + "\n").encode())
-    try:
-        atomic.write(tensors_path, blob)  # decides: from now on the pending structure belongs to the tensors
-    except BaseException:
-        pending.unlink(missing_ok=True)
-        raise
-    pending.replace(structure_path)
+    with atomic.turn(tensors_path.parent):  # of two that save at once, the last one writes both files
+        atomic.write(pending, (json.dumps(structure, indent=1) + "\n").encode())
+        try:
+            atomic.write(tensors_path, blob)  # decides: from now on the pending structure belongs to the tensors
+        except BaseException:
+            pending.unlink(missing_ok=True)
+            raise
+        pending.replace(structure_path)
 
 
 def _digest(structure: dict[str, Any]) -> str:
@@ -109,18 +111,8 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     """
     from safetensors.torch import load as from_bytes
 
-    tensors_path, structure_path = _paths(path)
-    try:
-        with open_to_read(tensors_path) as file:
-            blob = file.read()
-    except OSError as error:
-        raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
-    sha256 = hashlib.sha256(blob).hexdigest()
-    pending = _pending(structure_path, sha256)
-    structure = _read_structure(pending if pending.exists() else structure_path)
-    if sha256 != structure.get("sha256"):
-        raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
     network = model_factory()
+    blob, structure = _read(path, [tensor.shape for tensor in tensor_names(network).values()])
     try:
         _rebuild(network, from_bytes(blob), structure)
     except MemoryError:  # the files may be fine
@@ -130,9 +122,31 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     return network
 
 
-def _read_structure(path: Path) -> dict[str, Any]:
+def _read(path: str | os.PathLike[str], shapes: Sequence[torch.Size]) -> tuple[bytes, dict[str, Any]]:
+    """The content of both files; no more than a network can have whose dense tensors have these shapes."""
+    tensors_path, structure_path = _paths(path)
+    max_bytes = _FEW_BYTES + sum(_MAX_ITEMSIZE * shape.numel() + 500 for shape in shapes)
+    max_structure = _FEW_BYTES + sum(32 * sum(shape) + 500 for shape in shapes)
+    for _ in range(_ATTEMPTS):
+        try:
+            blob = read_bytes(tensors_path, max_bytes)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+        sha256 = hashlib.sha256(blob).hexdigest()
+        structure = _read_structure(structure_path, _pending(structure_path, sha256), max_structure)
+        if structure.get("sha256") == sha256:
+            return blob, structure
+        # Another process may have saved since the tensors were read.
+    raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
+
+
+def _read_structure(path: Path, pending: Path, max_bytes: int) -> dict[str, Any]:
     try:
-        structure = json.loads(read_bytes(path, _MAX_STRUCTURE))
+        try:
+            content = read_bytes(pending, max_bytes)
+        except FileNotFoundError:
+            content = read_bytes(path, max_bytes)
+        structure = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
     if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
@@ -145,7 +159,9 @@ def _read_structure(path: Path) -> dict[str, Any]:
 @torch.no_grad()
 def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str, Any]) -> None:
     known = structure.get("removed", {})  # not in the oldest files
-    removed = {str(name): None if n is None else _number(n, _MAX_RESULTS) for name, n in known.items()}
+    removed = {str(name): None if n is None else _number(n, MAX_RESULTS) for name, n in known.items()}
+    if "" in removed:
+        raise ValueError("the network itself is removed")
     for name, num_results in removed.items():
         replace_module(network, name, replacement(network.get_submodule(name), num_results))
     dense = tensor_names(network)
