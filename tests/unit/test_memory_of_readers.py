@@ -8,18 +8,24 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import slimstart
 from slimstart.io import checkpoints
 from slimstart.lab.data import cifar, load, pickles, tiny_imagenet
 from tests.datasets import cifar_files, random_arrays, small_cifar, write_archive, write_image_folder
 from tests.memory import Measured, measure
+from tests.zoo import ZOO
 
 MIB = 1 << 20
+NETWORK = ZOO["resnet_basic"]
 FORM = small_cifar("cifar10")
 
 
@@ -149,6 +155,114 @@ def test_a_packed_checkpoint(tmp_path: Path) -> None:
     path.write_bytes(content + b"\nslimstart blake2b " + digest.encode())
     del plain
     check(measure(checkpoints.read, path), "CheckpointError", f"'{path}' cannot be read as a checkpoint: it unpacks to")
+
+
+def write_pickle(path: Path, content: bytes) -> None:
+    """A checkpoint with this pickle, and with the right checksum."""
+    plain, changed = io.BytesIO(), io.BytesIO()
+    torch.save({"weight": torch.zeros(16)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(changed, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, content if name.endswith("data.pkl") else source.read(name))
+    body = changed.getvalue()
+    digest = hashlib.blake2b(body, digest_size=32).hexdigest()
+    path.write_bytes(body + b"\nslimstart blake2b " + digest.encode())
+
+
+NUMBERS = [b"X\x05\x00\x00\x00%05dK\x00" % number for number in range(50_000)]
+PAIRS = b"](" + b"\x86".join(NUMBERS) + b"\x86e"
+ENTRIES = b"}(" + b"".join(NUMBERS) + b"u"
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x10tQ"
+TEXT = b"X\x00\x00\x10\x00" + b"a" * MIB
+CHECKPOINTS = {
+    "a bytearray": b"\x80\x02cbuiltins\nbytearray\nJ" + struct.pack("<i", 1 << 28) + b"\x85R.",
+    "a tensor of any size": b"\x80\x02ctorch\nFloatTensor\nJ" + struct.pack("<i", 1 << 26) + b"\x85R.",
+    "a tensor larger than its data": (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(%bK\x00(M\xff\xffM\xff\xfft(K\x00K\x00t\x89" % STORAGE
+        + b"ccollections\nOrderedDict\n)RtR."
+    ),
+    "copies of a dict": (
+        b"\x80\x02](ccollections\nOrderedDict\nq\x00%bq\x01\x85R" % PAIRS + b"h\x00h\x01\x85R" * 40 + b"e."
+    ),
+    "attributes of a dict": (
+        b"\x80\x02](ccollections\nOrderedDict\nq\x00)R%bq\x01b" % ENTRIES + b"h\x00)Rh\x01b" * 40 + b"e."
+    ),
+    "the same text again and again": (
+        b"\x80\x02](c_codecs\nencode\nq\x00%bq\x01X\x06\x00\x00\x00latin1q\x02\x86R" % TEXT
+        + b"h\x00h\x01h\x02\x86R" * 200
+        + b"e."
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_pickles_in_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """`torch.load(weights_only=True)` reads each of these files."""
+    write_pickle(tmp_path / "file.pt", CHECKPOINTS[name])
+    with (tmp_path / "file.pt").open("rb") as file:
+        assert torch.load(file, weights_only=True) is not None
+    found = measure(checkpoints.read, tmp_path / "file.pt")
+    check(found, "CheckpointError", "holds more than tensors and plain values")
+
+
+def test_plain_values_and_tensors_are_read(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
+    kinds = (
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int8,
+        torch.int64,
+        torch.uint16,
+        torch.bool,
+        torch.complex64,
+    )
+    state = {
+        "kinds": [torch.ones(3).to(kind) for kind in kinds],
+        "views": (torch.arange(12.0).view(3, 4).T, torch.arange(12.0)[::5], torch.zeros(()), torch.zeros(0, 3)),
+        "values": [1, 2**70, -1, 2.5, float("inf"), None, True, "text", (), {}, {3: {"x": [[]]}}, torch.float32],
+        "again": [(0.9, 0.999)] * 2,
+    }  # fmt: skip
+    checkpoints.write(state, tmp_path / "file.pt")
+    assert differences(checkpoints.read(tmp_path / "file.pt"), state) == []
+
+
+def test_a_network_that_is_larger_than_the_dense_one(tmp_path: Path) -> None:
+    """Files with a hole take no space on a disk."""
+    path, network = tmp_path / "net.safetensors", NETWORK.factory()
+    graph = slimstart.trace(network, NETWORK.example_inputs(), "stream")
+    slimstart.save(slimstart.compact(network, graph.select(torch.ones(graph.num_units, dtype=torch.bool))), path)
+    assert isinstance(slimstart.load(path, NETWORK.factory), nn.Module)
+    structure = path.with_suffix(".json").read_text()
+    path.with_suffix(".json").write_text(structure.replace("{", '{"odd": [' + "[]," * (8 * MIB) + "[]],", 1))
+    check(measure(slimstart.load, path, NETWORK.factory), "CheckpointError", "it has more than")
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    check(
+        measure(slimstart.load, path, NETWORK.factory), "CheckpointError", f"'{path}' cannot be read: it has more than"
+    )
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    check(measure(checkpoints.read, path), "CheckpointError", "its checksum is wrong")
+
+
+def tiff(tile: int) -> bytes:
+    """An image of 64 x 64 pixels in one tile, which unpacks to many more."""
+    packed = zlib.compress(bytes(tile * tile), 9)
+    values = {256: 64, 257: 64, 258: 8, 259: 8, 262: 1, 277: 1, 322: tile, 323: tile, 324: 134, 325: len(packed)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(values)) + entries + bytes(4) + packed
+
+
+@pytest.mark.parametrize(("tile", "refused"), [(64, False), (16_000, True)])
+def test_tiles(tile: int, refused: bool, tmp_path: Path) -> None:
+    write_image_folder(tmp_path)
+    (tmp_path / "val" / "b" / "x.tiff").write_bytes(tiff(tile))
+    data = load("image_folder", data_dir=tmp_path, batch_size=4, image_size=16)
+    found = measure(lambda: list(data.test.epoch(0)))
+    if refused:
+        check(found, "DataError", "val/b/x.tiff cannot be decoded: it has 16000 x 16000 pixels")
+    else:
+        check(found, "", "")
 
 
 def test_a_refused_checkpoint_does_not_advise_to_execute_it(tmp_path: Path) -> None:

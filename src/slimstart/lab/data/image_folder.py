@@ -41,6 +41,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff",
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
 MAX_PIXELS = 89_478_485  # where Pillow warns
 _FEW_PIXELS, _MAX_PIXELS_PER_BYTE = 1 << 22, 1000  # larger images than the first have at most that many
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of TIFF
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 _SHORT_SIDE = 256 / 224  # of a test image, in units of `image_size`, before its centre is cut out
@@ -195,7 +196,11 @@ class _Decoded(Dataset[tuple[Tensor, Tensor] | DataError]):
         size = self._image_size
         with open_to_read(path) as file, Image.open(file, formats=FORMATS) as image:
             width, height = image.size
-            check_size(width, height, os.fstat(file.fileno()).st_size)
+            num_bytes = os.fstat(file.fileno()).st_size
+            check_size(width, height, num_bytes)
+            if image.format == "TIFF":  # whose tiles are decoded as a whole, even where they are larger than the image
+                tags = getattr(image, "tag_v2", {})
+                check_size(int(tags.get(_TILE_WIDTH, 1)), int(tags.get(_TILE_HEIGHT, 1)), num_bytes)
             if self._seed is None:
                 box, flip = centre_box(width, height), False
             else:
