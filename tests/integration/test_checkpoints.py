@@ -589,6 +589,57 @@ def test_all_refused_state_dicts_change_nothing(options: dict[str, Any], differe
     assert num_harmless < num_refused / 10
 
 
+OTHER_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse,
+    "without memory": lambda tensor: tensor.to("meta"),
+    "quantised": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+    "of shared entries": lambda tensor: tensor.flatten()[:1].expand(tensor.shape),
+}
+
+
+def repeated(depth: int = 60) -> Any:
+    """A list that contains another one twice, and so on: it has no end for whoever follows it."""
+    value: Any = [1]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_tensors_of_other_kinds_are_refused(kind: str, differences: Any) -> None:
+    sparse, change = advanced(optimizer="adamw"), OTHER_KINDS[kind]
+    state = sparse.state_dict()
+    for path in (
+        ("model", "head.weight"), ("model", "first.0.weight"), ("masks",), ("random",), ("policy", "keep_probs"),
+        ("optimizers", 0, "state", 0, "exp_avg"),
+    ):  # fmt: skip
+        value = state
+        for key in path:
+            value = value[key]
+        refused(sparse, changed(state, path, change(value)), differences, "of another kind")
+    many = torch.zeros(1, dtype=torch.bool).expand(1 << 40, state["masks"].shape[1])
+    refused(sparse, {**state, "masks": many}, differences, "of another kind")
+    assert differences(run_on(sparse), run_on(advanced(optimizer="adamw"))) == []
+
+
+def test_lists_without_end_are_refused(differences: Any) -> None:
+    sparse = advanced()
+    state = sparse.state_dict()
+    for path in (
+        *((key,) for key in ("format", "coupling", "structure", "num_steps", "removed", "policy", "capacity")),
+        *(("optimizers", 0, "param_groups", 0, key) for key in ("lr", "initial_lr")),
+        *(("optimizers", 0, "state", 0), ("policy", "keep_probs")),
+    ):
+        refused(sparse, changed(state, path, repeated()), differences, "more values, or deeper ones")
+    deep: Any = []
+    for _ in range(10_000):
+        deep = [deep]
+    refused(sparse, {**state, "policy": {"x": deep}}, differences, "deeper")
+    groups = state["optimizers"][0]["param_groups"]
+    groups[0]["initial_lr"] = "wrong"
+    refused(sparse, state, differences, "initial_lr='wrong'")
+
+
 @pytest.mark.parametrize("wrong", [None, [], "slimstart.training/2", torch.zeros(3), {}, 5, {"format": None}])
 def test_other_objects_than_state_dicts_are_refused(wrong: Any, differences: Any) -> None:
     refused(training(seed=3), wrong, differences, match="no state dict of SparseTraining")
@@ -886,6 +937,18 @@ def wrong_narrow_dicts() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     def dense(state: Any) -> Any:
         return Residual().state_dict()
 
+    def of_another_kind(change: Callable[[Tensor], Tensor], key: str) -> Callable[[Any], Any]:
+        def made(state: Any) -> Any:
+            state[key] = change(state[key])
+            return state
+
+        return made
+
+    yield from (
+        (f"{key} {kind}", of_another_kind(change, key))
+        for kind, change in OTHER_KINDS.items()
+        for key in ("first.0.weight", "head.weight")
+    )
     made = (
         *(without, with_more, wider, no_tensor, of_another_network, of_another_coupling),
         *(without_its_mask, with_another_mask, dense),
@@ -1040,6 +1103,56 @@ def test_networks_with_stream_ports_cannot_be_shrunk(differences: Any) -> None:
     model = sparse.finish(plain=True).eval()
     with torch.no_grad():
         torch.testing.assert_close(shrink_to(dense, model.state_dict()).eval()(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"attributes": {("1", "num_groups"): 1, ("0", "forward"): 3}},
+        {"attributes": {("0", "_modules"): 3}},
+        {"attributes": {("0", "training"): 0}},
+        {"attributes": {("0", "out_channels"): 17}},
+        {"attributes": {("0", "out_channels"): -1}},
+        {"attributes": {("9", "out_channels"): 1}},
+        {"attributes": {("0", 5): 1}},
+        {"attributes": {0: 1}},
+        {"identities": {"2": 1 << 40}},
+        {"identities": {"2": -1}},
+        [],
+        5,
+    ],
+)
+def test_metadata_change_numbers_of_channels_only(entries: Any) -> None:
+    sparse, make, _ = shrunk_training("group norm")
+    state = sparse.model.state_dict()
+    state._metadata[""]["slimstart"] = entries
+    model = make()
+    before = counted(model)
+    with pytest.raises(CheckpointError, match="nothing was changed"):
+        shrink_to(model, state)
+    assert counted(model) == before
+    model(torch.zeros(2, 3, 6, 6))
+
+
+@pytest.mark.parametrize("metadata", [5, [1], {"": 5}, {"": None}])
+def test_metadata_of_other_types_are_refused(metadata: Any) -> None:
+    sparse, make, _ = shrunk_training("group norm")
+    state = sparse.model.state_dict()
+    state._metadata = metadata
+    with pytest.raises(CheckpointError, match="not those of a module"):
+        shrink_to(make(), state)
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_a_module_is_not_shrunk_to_tensors_of_other_kinds(kind: str) -> None:
+    sparse, make, _ = shrunk_training("group norm")
+    state = sparse.model.state_dict()
+    state["0.weight"] = OTHER_KINDS[kind](state["0.weight"])
+    model = make()
+    before = counted(model)
+    with pytest.raises(CheckpointError, match="of another kind"):
+        shrink_to(model, state)
+    assert counted(model) == before
 
 
 def test_state_dicts_that_do_not_fit_the_module_are_refused(differences: Any) -> None:

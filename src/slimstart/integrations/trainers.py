@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from slimstart.narrow.shrink import METADATA, shrink_to
+from slimstart.errors import CheckpointError
+from slimstart.narrow.shrink import METADATA, metadata_of, shrink_to
 from slimstart.policies import Policy, get_policy
 
 
@@ -119,23 +120,24 @@ def fit_to(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
     if not any(key in own and own[key].shape != value.shape for key, value in tensors_in(state_dict)):
         return
     name = narrow_part(state_dict)
+    if name is not None and name not in dict(module.named_modules()):
+        raise CheckpointError(f"the state dict has the structure of {name!r}, and {type(module).__name__} has no such")
     prefix = f"{name}." if name else ""
     part = OrderedDict((k[len(prefix) :], v) for k, v in state_dict.items() if k.startswith(prefix))
-    metadata = getattr(state_dict, "_metadata", {}).get(name or "", {})
+    metadata = metadata_of(state_dict).get(name or "", {})
     part._metadata = {"": metadata}  # type: ignore[attr-defined]
     shrink_to(module.get_submodule(name or ""), part)
 
 
 def narrow_part(state_dict: Mapping[str, Any]) -> str | None:
     """The name of the module whose structure a state dict has in its metadata, if there is one."""
-    metadata = getattr(state_dict, "_metadata", {})
-    return next((name for name, found in metadata.items() if METADATA in found), None)
+    return next((name for name, found in metadata_of(state_dict).items() if METADATA in found), None)
 
 
 def structure_in(state_dict: Mapping[str, Any]) -> Any:
     """Structure of a narrow state dict, from its metadata."""
     name = narrow_part(state_dict)
-    return None if name is None else getattr(state_dict, "_metadata", {})[name][METADATA]
+    return None if name is None else metadata_of(state_dict)[name][METADATA]
 
 
 def tensors_in(state_dict: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

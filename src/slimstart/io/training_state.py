@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from slimstart.errors import CheckpointError
 from slimstart.narrow import Capacity, Change, Key, Networks, Store
 from slimstart.narrow.shrink import METADATA
 from slimstart.narrow.state_dicts import ModelState
+from slimstart.narrow.store import is_dense
 
 FORMAT = "slimstart.training/2"
 _KEYS = {
@@ -41,6 +43,9 @@ _SCHEDULED = {
     "base_momentum",
     "max_momentum",
 }  # a scheduler's entries in groups
+
+_MAX_VALUES, _MAX_DEPTH = 1_000_000, 50
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,12 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
     Raises:
         CheckpointError: it is of another kind, another network or other optimizers.
     """
+    _check_plain(state)
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         seen = state.get("format") if isinstance(state, Mapping) else type(state).__name__
-        raise CheckpointError(f"this is no state dict of SparseTraining: 'format' is {seen!r}, and must be {FORMAT!r}")
+        raise CheckpointError(
+            f"this is no state dict of SparseTraining: 'format' is {reprlib.repr(seen)}, and must be {FORMAT!r}"
+        )
     if missing := sorted(_KEYS - state.keys()):
         raise CheckpointError(f"the state dict lacks {', '.join(missing)}; it is incomplete")
     if unknown := sorted(map(str, state.keys() - _KEYS)):
@@ -128,19 +136,22 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
     for key, own in (("coupling", graph.coupling), ("structure", graph.digest)):
         if state[key] != own:
             raise CheckpointError(
-                f"the state dict has {key}={state[key]!r}, this training {own!r}: other network, policy, `keep` or "
-                "`pretrained`"
+                f"the state dict has {key}={reprlib.repr(state[key])}, this training {own!r}: other network, policy, "
+                "`keep` or `pretrained`"
             )
     for key in ("num_steps", "held_steps"):
         if type(state[key]) is not int or state[key] < 0:
-            raise CheckpointError(f"the state dict has {key}={state[key]!r}, which is not a number of steps")
+            raise CheckpointError(
+                f"the state dict has {key}={reprlib.repr(state[key])}, which is not a number of steps"
+            )
     for key, kind in (("settled", bool), ("policy", Mapping), ("model", Mapping)):
         if not isinstance(state[key], kind):
             raise CheckpointError(f"the state dict's {key} is not a {kind.__name__}")
     dense = {name: networks.store[Key(name)] for name in graph.tensors}
     layers = {layer.name for layer in graph.layers}
-    if not isinstance(state["removed"], list) or not layers.issuperset(state["removed"]):
-        raise CheckpointError(f"the state dict is without {state['removed']!r}, and the network has no such layers")
+    removed = state["removed"]
+    if not isinstance(removed, list) or not all(isinstance(name, str) and name in layers for name in removed):
+        raise CheckpointError(f"the state dict is without {reprlib.repr(removed)}, and the network has no such layers")
     own_tensors = networks.whole_state()
     names = model_state.names
     wanted = {key: dense[names[key]].shape if key in names else tensor.shape for key, tensor in own_tensors.items()}
@@ -234,12 +245,13 @@ def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: N
         if _groups(one) != _groups({"param_groups": optimizer.param_groups}):
             raise CheckpointError("the state dict's optimizer is of another kind, or has other parameter groups")
         for own, group in zip(optimizer.param_groups, one["param_groups"], strict=True):
-            for key in own.keys() & group.keys() - {"params"}:
-                flags = key in ("foreach", "fused") and all(
-                    _kind(one) in (None, bool) for one in (own[key], group[key])
-                )
-                if _kind(own[key]) != _kind(group[key]) and not flags:
-                    raise CheckpointError(f"the state dict's optimizer has {key}={group[key]!r}, this {own[key]!r}")
+            for key in group.keys() - {"params"}:
+                wanted = own.get(key, 0.0)  # a scheduler's numbers may be missing here
+                flags = key in ("foreach", "fused") and all(_kind(one) in (None, bool) for one in (wanted, group[key]))
+                if _kind(wanted) != _kind(group[key]) and not flags:
+                    raise CheckpointError(
+                        f"the state dict's optimizer has {key}={reprlib.repr(group[key])}, this {wanted!r}"
+                    )
         parameters = _parameters(optimizer)
         if [index for group in one["param_groups"] for index in group["params"]] != list(range(len(parameters))):
             raise CheckpointError("the state dict's optimizer has its parameters in another order")
@@ -254,6 +266,27 @@ def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: N
                         f"shape {tuple(shape)}"
                     )
     return [copy.deepcopy(dict(one)) for one in saved]
+
+
+def _check_plain(state: Any) -> None:
+    """Refuse tensors of other kinds than those of a network, and nests that are deep, or large by repetition.
+
+    A list that contains another one twice, and so on sixty times, is small in a file, and has no end when it is read.
+    """
+    levels, num_values = [iter((state,))], 0
+    while levels:
+        value = next(levels[-1], _END)
+        num_values += 1
+        if num_values > _MAX_VALUES or len(levels) > _MAX_DEPTH:
+            raise CheckpointError("the state dict has more values, or deeper ones, than that of any training")
+        if value is _END:
+            levels.pop()
+        elif isinstance(value, Mapping):
+            levels.append(iter(value.values()))
+        elif isinstance(value, list | tuple):
+            levels.append(iter(value))
+        elif isinstance(value, Tensor) and not is_dense(value):
+            raise CheckpointError(f"the state dict has a tensor of another kind ({value.layout}, {value.device})")
 
 
 @contextmanager

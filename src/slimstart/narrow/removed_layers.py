@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from slimstart.graph import RemovableLayer
 
+MAX_RESULTS = 100  # of a layer; a file may not ask for more
+
 
 class PassThrough(nn.Identity):
     """Return the first argument and ignore the others.

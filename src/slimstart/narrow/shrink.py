@@ -17,9 +17,10 @@ from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph, trace
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import tensor_names, tensor_places
-from slimstart.narrow.counts import write_count
+from slimstart.narrow.counts import read_count, write_count
 from slimstart.narrow.hooks import hooks_in
-from slimstart.narrow.removed_layers import modules_of, replacement
+from slimstart.narrow.removed_layers import MAX_RESULTS, modules_of, replacement
+from slimstart.narrow.store import is_dense
 
 METADATA = "slimstart"
 """The key under which the state dicts of a model in training, and of its optimizer, have their structure."""
@@ -49,7 +50,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     """
     if hooks_in(model):
         raise ValueError("`model` is in a SparseTraining; `model.load_state_dict` takes a narrow state dict by itself")
-    metadata = _checked(getattr(state_dict, "_metadata", {}).get("", {}).get(METADATA, {}), model)
+    metadata = _checked(metadata_of(state_dict).get("", {}).get(METADATA, {}), model)
     # Norms that shrink may have all their channels, so this graph is also that of a training in which they do not.
     graph = None if example_inputs is None else trace(model, example_inputs, "stream", norms="shrink")
     tensors, places = tensor_names(model), tensor_places(model)
@@ -67,7 +68,9 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
             problems.extend(f"{alias} is no tensor" for alias in aliases if alias in state_dict)
             continue
         value = wanted[name] = values[0]
-        if value.dim() != tensor.dim() or any(n > d for n, d in zip(value.shape, tensor.shape, strict=False)):
+        if not is_dense(value):
+            problems.append(f"{name} is a tensor of another kind ({value.layout}, {value.device})")
+        elif value.dim() != tensor.dim() or any(n > d for n, d in zip(value.shape, tensor.shape, strict=False)):
             problems.append(f"{name} is {tuple(value.shape)} in the state dict and {tuple(tensor.shape)} in the model")
     if metadata.get("ports"):
         problems.append("layers have ports on residual streams; take the state dict after `finish(plain=True)`")
@@ -95,20 +98,41 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     return model
 
 
+def metadata_of(state_dict: Any) -> dict[str, dict[str, Any]]:
+    """The metadata of a state dict: {name of a module: what it has saved}.
+
+    Raises:
+        CheckpointError: it is of another kind.
+    """
+    found = getattr(state_dict, "_metadata", None) or {}
+    if not isinstance(found, Mapping) or not all(isinstance(one, Mapping) for one in found.values()):
+        raise CheckpointError("the metadata of `state_dict` are not those of a module")
+    return {str(name): dict(one) for name, one in found.items()}
+
+
 def _checked(metadata: Any, model: nn.Module) -> dict[str, Any]:
     """Structure in the state dict of a model in training, after a check of names and types."""
     known = dict(model.named_modules())
     try:
+        # Anything but a number of channels, made smaller, would change how a module works.
         fits = all(
-            name in known and type(number) is int for (name, _), number in metadata.get("attributes", {}).items()
+            name in known and type(number) is int and _is_count(read_count(known[name], attribute), number)
+            for (name, attribute), number in metadata.get("attributes", {}).items()
         )
         for name, number in metadata.get("identities", {}).items():
-            fits = fits and bool(name) and name in known and (number is None or type(number) is int)
+            fits = fits and bool(name) and name in known
+            fits = fits and (number is None or (type(number) is int and 0 <= number <= MAX_RESULTS))
     except (AttributeError, TypeError, ValueError):
         fits = False
     if not fits:
-        raise CheckpointError("`state_dict` names modules that `model` has not; nothing was changed")
+        raise CheckpointError(
+            "`state_dict` names modules or numbers of channels that `model` has not; nothing was changed"
+        )
     return dict(metadata)
+
+
+def _is_count(dense: Any, number: int) -> bool:
+    return type(dense) is int and 0 <= number <= dense
 
 
 def _removed(

@@ -25,7 +25,7 @@ from slimstart.narrow.networks import Networks
 from slimstart.narrow.optimizer_state import held_by
 from slimstart.narrow.removed_layers import modules_of
 from slimstart.narrow.shrink import METADATA
-from slimstart.narrow.store import Key
+from slimstart.narrow.store import Key, is_dense
 
 
 class ModelState:
@@ -131,6 +131,8 @@ class ModelState:
             if key in given and (not isinstance(value, Tensor) or value.shape != shape):
                 seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 problems.append(f"{key} is {seen}, and must be {tuple(shape)}")
+            elif isinstance(value, Tensor) and not is_dense(value):
+                problems.append(f"{key} is a tensor of another kind ({value.layout}, {value.device})")
         if problems:
             raise CheckpointError(
                 f"the state dict does not fit the narrow model ({'; '.join(problems[:3])}); nothing was loaded. Dense "
@@ -248,7 +250,8 @@ def _is_structure(networks: Networks, saved: Any) -> bool:
         return False
     mask, removed = saved.get("mask"), saved.get("removed", [])
     known = [layer.name for layer in networks.dense_graph.layers]
-    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (networks.dense_graph.num_units,)
+    num_units = networks.dense_graph.num_units
+    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (num_units,) and is_dense(mask)
     return fits and isinstance(removed, list | tuple) and all(name in known for name in removed)
 
 

@@ -93,3 +93,11 @@ class Store:
             dense = dense.contiguous(memory_format=torch.channels_last)
         self._dense[key] = dense
         return dense
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has a number in memory for each of its entries, as those of networks and optimizers do."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        return False
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() <= max(0, 1 + span)  # otherwise entries share their memory
