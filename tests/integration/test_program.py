@@ -18,6 +18,7 @@ from slimstart.errors import BudgetError, CheckpointError, ConfigError, NonFinit
 from slimstart.io import checkpoints
 from slimstart.io import network_files as files
 from slimstart.lab import records
+from slimstart.lab.models import siblings
 from slimstart.lab.recipes.recipe import Recipe, make_model, merged
 from slimstart.lab.run import program as program_module
 from slimstart.lab.run.callbacks import Interrupted, Unwatched
@@ -459,7 +460,7 @@ def test_links_in_a_run_are_not_followed(tmp_path: Path) -> None:
     assert precious.read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "trials"])
 def test_a_folder_of_a_run_that_is_a_link_is_refused(tmp_path: Path, name: str) -> None:
     run, home = Run(tmp_path / "run"), tmp_path / "home"
     run.create(TINY)
@@ -494,3 +495,30 @@ def test_checkpoints_of_the_user_are_not_removed(tmp_path: Path) -> None:
     found = {path.name for path in (run.folder / "checkpoints").iterdir()}
     assert found == {*own, "step-000000002.pt", "step-000000003.pt"}
     assert run.latest() == {"step": 3}
+
+
+def test_the_newest_checkpoint_outlasts_those_of_later_steps(tmp_path: Path) -> None:
+    """A folder may hold checkpoints of another, longer run."""
+    run = Run(tmp_path / "run")
+    run.create(TINY)
+    later = [f"step-00000009{number}.pt" for number in range(3)]
+    for name in later:
+        (run.folder / "checkpoints" / name).write_bytes(b"damaged")
+    for step in range(4):
+        run.save({"step": step}, step)
+        assert run.checkpoints()[3].name == f"step-00000000{step}.pt"
+    assert [path.name for path in run.checkpoints()[:3]] == later[::-1]
+    assert run.latest() == {"step": 3}
+
+
+def test_trials_are_not_written_through_a_link(tmp_path: Path) -> None:
+    recipe = merged(Recipe(), {"method": "shallow", "model": "vgg16", "width": 0.1, "epochs": 1, "budget": "flops=0.5"})
+    program = started(tmp_path / "run", recipe, place=SELDOM)
+    (tmp_path / "home").mkdir()
+    stages = siblings(recipe.model)[0].replace(",", "-").replace(":", "-")
+    (tmp_path / "home" / "checkpoints").mkdir()
+    (tmp_path / "run" / "trials" / stages).mkdir(parents=True)
+    (tmp_path / "run" / "trials" / stages / "checkpoints").symlink_to(tmp_path / "home" / "checkpoints")
+    with pytest.raises(ConfigError, match="is a link, which is not followed"):
+        program.train()
+    assert list((tmp_path / "home" / "checkpoints").iterdir()) == []

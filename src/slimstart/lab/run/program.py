@@ -123,12 +123,13 @@ class Program:
             return
 
         def trial(recipe: Recipe, run: Run, watcher: Watcher) -> records.Record:
+            self.ranks.first(run.refuse_links)
             if not self.ranks.first(lambda: run.finished):
                 self.ranks.first(lambda: None if run.exists else run.create(recipe))
                 Program(recipe, run, self.place, watcher, self.ranks).train()
             return self.ranks.first(lambda: records.read(run.record))
 
-        folder, num_images = self.run.folder / "trials", self.task.data.train.num_images
+        folder, num_images = self.run.trials, self.task.data.train.num_images
         self.choosing = choose(self.recipe, folder, num_images, trial, self.watcher)
         self.method = self._make_method()
 

@@ -5,6 +5,7 @@ runs/NAME/
   metrics.csv             one row per epoch
   checkpoints/*.pt        the last two, checksummed; named by the step
   tensorboard/            events
+  trials/                 folders like this one, of the networks that the method shallow tries
   network.safetensors     the finished network, and network.json, its structure
   record.json             the record (docs/records.md); there once the run is finished
   report.html
@@ -60,6 +61,7 @@ class Run:
         self.network = self.folder / "network.safetensors"
         self.report = self.folder / "report.html"
         self.tensorboard = self.folder / "tensorboard"
+        self.trials = self.folder / "trials"  # of the method shallow
         self._checkpoints = self.folder / "checkpoints"
 
     @property
@@ -76,6 +78,12 @@ class Run:
             raise ConfigError(
                 f"{self.folder} holds a run already; add --resume to continue it, or choose another --out"
             )
+
+    def refuse_links(self) -> None:
+        """Raise a ConfigError if a folder in the folder is a link."""
+        for folder in (self._checkpoints, self.tensorboard, self.trials):
+            if folder.is_symlink():
+                raise ConfigError(f"{folder} is a link, which is not followed; remove it, or choose another --out")
 
     def create(self, recipe: Recipe) -> None:
         """Make the folder, with the recipe in it; where several processes may try, do it within `locked`.
@@ -105,9 +113,7 @@ class Run:
         Raises:
             ConfigError: another process has locked it, or it cannot be written to, or has links in it.
         """
-        for folder in (self._checkpoints, self.tensorboard):
-            if folder.is_symlink():
-                raise ConfigError(f"{folder} is a link, which is not followed; remove it, or choose another --out")
+        self.refuse_links()
         self._made += _make(self.folder)
         with self._lock_file() as lock:
             try:
@@ -161,7 +167,8 @@ class Run:
         path = self._checkpoints / f"step-{step:09d}.pt"
         checkpoints.write(state, path, is_link_allowed=False)
         with Folder(self._checkpoints, is_link_allowed=False) as folder:
-            for old in self.checkpoints()[NUM_CHECKPOINTS:]:
+            before = [one for one in self.checkpoints() if one.name < path.name]  # later ones are of another run
+            for old in before[NUM_CHECKPOINTS - 1 :]:
                 folder.remove(old.name)
             atomic.remove_partials(folder, _CHECKPOINT.pattern)
             for name in folder.names():
