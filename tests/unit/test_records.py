@@ -227,3 +227,18 @@ def test_the_document_names_every_field() -> None:
         named = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
         assert named == {field.name for field in dataclasses.fields(kind)}
     assert records.SCHEMA in text
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("image_shape", (3, 1 << 14, 1 << 14), "`image_shape` is"),
+        ("image_shape", (3, 32), "`image_shape` is"),
+        ("image_shape", (0, 32, 32), "`image_shape` is"),
+        ("num_classes", 1 << 40, "`num_classes` is 1099511627776; it must be at most 1,048,576"),
+        ("layers", make().layers * 1000, "`layers` has 13,000 entries; it must have at most 4,096"),
+    ],
+)
+def test_numbers_by_which_memory_is_allocated_are_bounded(field: str, value: object, message: str) -> None:
+    with pytest.raises(RecordError, match=re.escape(message)):
+        dataclasses.replace(make(), **{field: value})

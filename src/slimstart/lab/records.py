@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import reprlib
 import sys
@@ -40,6 +41,8 @@ FORMER_METHODS = {"narrow": "uniform"}
 POSITIVE = frozenset("epochs batch_size epoch dense dense_flops dense_params dense_train_flops step_ms".split())
 PERCENT = frozenset(("accuracy", "test_accuracy"))
 SMALLEST, LARGEST = 1e-9, 1e30
+# More than any network or data set has: what is drawn and allocated by these numbers has an end.
+MAX_LAYERS, MAX_STRUCTURES, MAX_CLASSES, MAX_IMAGE = 4096, 1000, 1 << 20, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -339,6 +342,17 @@ def _contradictions(record: Record) -> Iterator[str]:
             datetime.fromisoformat(moment)
         except ValueError:
             yield f"`{name}` is {reprlib.repr(moment)}; it must be a time by ISO 8601"
+    if len(record.image_shape) != 3 or not 1 <= math.prod(record.image_shape) <= MAX_IMAGE:
+        shape = reprlib.repr(record.image_shape)
+        yield f"`image_shape` is {shape}; it must be channels, height and width, of at most {MAX_IMAGE:,} numbers"
+    if record.num_classes > MAX_CLASSES:
+        yield f"`num_classes` is {reprlib.repr(record.num_classes)}; it must be at most {MAX_CLASSES:,}"
+    for name, entries, most in (
+        ("layers", record.layers, MAX_LAYERS),
+        ("structures", record.structures or (), MAX_STRUCTURES),
+    ):
+        if len(entries) > most:
+            yield f"`{name}` has {len(entries):,} entries; it must have at most {most:,}"
     for i, layer in enumerate(record.layers):
         if layer.width > layer.dense:
             yield f"`layers[{i}].width` is {layer.width}; it must be at most `dense`, {layer.dense}"

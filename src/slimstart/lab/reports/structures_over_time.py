@@ -16,6 +16,7 @@ from slimstart.lab.reports.tables import number
 TITLE = "Widths over time"
 WIDER, NARROWER = "series-1", "series-2"
 MAX_PANELS = 3
+MAX_STRIPS = 20_000  # parts of strips in a panel; of more structures, only some are drawn
 LINE, NAMES, NUMBERS = 13.0, 92.0, 78.0  # height of a line of text; margins for the names and the numbers of layers
 
 
@@ -74,6 +75,7 @@ def _paint(axes: Axes, one: Series, height: float, full: float) -> None:
     first, last = structures[0], structures[-1]
     end = min(float(run.epochs), last.start + 0.25 * (last.start - first.start))
     write_above(axes, short(one.row.label), f"{len(structures) - 1} changes", indent=NAMES)
+    structures = structures[:: math.ceil(len(names) * len(structures) / MAX_STRIPS)]
     moments = [*(structure.start for structure in structures), end]
     for i, name in enumerate(names):
         start = first.widths.get(name, 0)
