@@ -1,5 +1,6 @@
 """SlimmingCallback in trainings with Hugging Face's Trainer, and folders of narrow models."""
 
+import json
 import os
 import re
 import shutil
@@ -173,6 +174,44 @@ def test_the_lines_for_the_papers_policy(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no config"):
+        from_pretrained(tmp_path)
+
+
+def test_a_folder_that_does_not_exist_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        from_pretrained("bert-base-uncased")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["TrainingArguments"]},
+        {"architectures": ["pipeline"]},
+        {"architectures": ["__loader__"]},
+        {"architectures": [5]},
+        {"architectures": 5},
+        {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}},
+        {"hidden_size": "wide"},
+        {"hidden_size": 33},
+    ],
+)
+def test_a_config_does_not_choose_what_is_called(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder, marker = tmp_path / "small", tmp_path / "marker"
+    MODELS["bert"]().save_pretrained(folder)
+    (folder / "own.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError):
+        from_pretrained(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"5"])
+def test_damaged_files_are_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    MODELS["bert"]().save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(tmp_path))}|{re.escape(name)}"):
         from_pretrained(tmp_path)
 
 

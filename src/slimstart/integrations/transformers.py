@@ -10,7 +10,6 @@ Tested with transformers 5.23.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -253,22 +252,25 @@ def from_pretrained(folder: str | os.PathLike[str], cls: Any = None) -> Any:
     import transformers
 
     folder = Path(folder)
+    if not folder.is_dir():  # transformers would look for a model of that name on the Hub
+        raise CheckpointError(f"{os.fspath(folder)!r} is not a folder")
+    # Code in the folder is not run, and transformers does not ask whether it may be.
+    options = {"trust_remote_code": False, "local_files_only": True}
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+        name = config.architectures[0] if config.architectures else "the config has none"
+    except Exception as error:  # transformers has no one error for damaged files
         raise CheckpointError(f"{os.fspath(folder)!r} has no config that can be read: {error}") from error
     if cls is None:
-        names = config.architectures or ["the config has none"]
-        cls = getattr(transformers, names[0], None)
-        if cls is None:
-            raise CheckpointError(f"transformers has no class {names[0]!r}; give `cls`")
-    found = load(folder / "model", lambda: cls(config)) if _has_structure(folder) else cls.from_pretrained(folder)
-    return found.eval()
-
-
-def _has_structure(folder: Path) -> bool:
-    path = folder / "model.json"
-    return path.is_file() and "format" in json.loads(path.read_text())
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            raise CheckpointError(f"transformers has no model {name!r}; give `cls`")
+    if (folder / "model.json").is_file():
+        return load(folder / "model", lambda: cls(config)).eval()
+    try:
+        return cls.from_pretrained(folder, use_safetensors=True, **options).eval()
+    except Exception as error:
+        raise CheckpointError(f"{os.fspath(folder)!r} cannot be read: {error}") from error
 
 
 def _narrow_config(model: Any) -> Any:
