@@ -61,3 +61,7 @@ def empty() -> Any:
 
 def failing() -> Any:
     raise OSError("the disk is on fire")
+
+
+def leaving():
+    raise SystemExit(0)

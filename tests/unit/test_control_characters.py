@@ -60,12 +60,12 @@ def test_messages_of_the_log() -> None:
     assert not ACTING.search(SafeFormatter("%(message)s").format(message))
 
 
-@pytest.mark.parametrize("command", [["report"], ["train", "--recipe"]])
+@pytest.mark.parametrize("command", [["report"], ["train", "--recipe"], ["--debug", "train", "--recipe"]])
 def test_errors_of_the_program(command: list[str], tmp_path: Path) -> None:
     name, content = ("record.json", '{"schema": "%s"}') if command == ["report"] else ("recipe.toml", '"%s" = 3')
     (tmp_path / name).write_text(content % "\\u001b[31m\\u202e")
     arguments = [sys.executable, "-m", "slimstart", *command, tmp_path / name]
     found = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert found.returncode > 0
-    assert "error: " in found.stderr
+    assert ("Traceback" if "--debug" in command else "error: ") in found.stderr
     assert not ACTING.search(found.stdout + found.stderr)

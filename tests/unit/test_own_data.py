@@ -65,6 +65,7 @@ def test_batches_of_ones_own_are_used_as_they_are() -> None:
         ("uneven", DataError, "training images, has 60 images, but labels of type int64 and shape"),
         ("unequal", DataError, r"of shapes \(3, 16, 12\) and \(3, 17, 12\); they must be the same"),
         ("empty", DataError, "60 training and 0 test images"),
+        ("leaving", ConfigError, "fails: SystemExit: 0"),
     ],
 )
 def test_what_is_no_data_set_is_refused(name: str, kind: type[Exception], message: str) -> None:

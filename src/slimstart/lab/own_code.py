@@ -60,7 +60,7 @@ def call(factory: Callable[..., Any], spec: str, arguments: Mapping[str, Any]) -
     """
     try:
         return factory(**arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{spec!r} fails: {brief(error)}") from error
 
 

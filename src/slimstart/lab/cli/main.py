@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.logging import RichHandler
@@ -24,6 +25,7 @@ from slimstart.lab.cli import compare_command as compare
 from slimstart.lab.cli import network_commands as networks
 from slimstart.lab.cli import train_commands as train
 from slimstart.lab.cli.display import SafeFormatter, errors
+from slimstart.lab.control_characters import visible
 
 app = typer.Typer(
     name="slimstart",
@@ -78,6 +80,7 @@ def main() -> None:
         sys.exit(128 + signal.SIGTERM)
     except Exception as error:
         if debug:
+            sys.excepthook = _show_traceback
             raise
         errors.print(f"error: {_one_line(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, ConfigError | BudgetError) else 1)
@@ -113,6 +116,11 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _show_traceback(*error: Any) -> None:
+    """Python's own output, without control characters: messages may have text from files."""
+    sys.stderr.write(visible("".join(traceback.format_exception(*error))))
 
 
 def _one_line(error: Exception) -> str:
