@@ -109,10 +109,7 @@ def _table(study: Study) -> tuple[list[str], list[list[str]]]:
 
 
 def _write_plot(study: Study, out: Path, name: str) -> None:
-    try:
-        from study import plot as study_plot
-    except ImportError as error:  # a machine that only trains may do without matplotlib
-        console.print(f"no plot is drawn: {error}", markup=False)
-        return
-    study_plot.write(study, out / name)
+    from study import plot
+
+    plot.write(study, out / name)
     console.print(f"record: {out / 'record.json'}, plot: {out / name}", markup=False)

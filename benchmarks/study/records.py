@@ -6,19 +6,13 @@ could not be known is None. docs/studies.md says how everything is measured.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import os
-import reprlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slimstart.errors import RecordError
 from slimstart.lab.records import read_plain, write_plain
 
 SCHEMA = "slimstart.study/1"
-LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -73,10 +67,6 @@ class Study:
     flip: tuple[FlipRow, ...] = ()
     schema: str = SCHEMA
 
-    def __post_init__(self) -> None:
-        for problem in _problems(self):
-            raise RecordError(f"the field {problem}")
-
     @property
     def network(self) -> str:
         return f"{self.config.get('model')} on {self.config.get('data')}"
@@ -94,17 +84,3 @@ def read(path: str | os.PathLike[str]) -> Study:
         RecordError: there is none, or it is not of this schema; the message says which field.
     """
     return read_plain(Study, path, SCHEMA, "a study")
-
-
-def _problems(study: Study) -> Iterator[str]:
-    if bool(study.variance) == bool(study.flip):
-        yield "`flip` must be empty where `variance` is not, and the other way round"
-    for kind in ("variance", "flip"):
-        for i, row in enumerate(getattr(study, kind)):
-            for name, value in dataclasses.asdict(row).items():
-                low = -LARGEST if name == "excess" else 0
-                if isinstance(value, int | float) and not low <= value <= LARGEST:  # so written, NaN fails too
-                    yield f"`{kind}[{i}].{name}` is {reprlib.repr(value)}; it must be from {low:g} to {LARGEST:g}"
-    for i, (before, after) in enumerate(itertools.pairwise(study.flip)):
-        if after.epoch <= before.epoch:
-            yield f"`flip[{i + 1}].epoch` is {after.epoch}; it must be above that of the one before, {before.epoch}"

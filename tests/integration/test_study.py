@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import logging
 import re
 import sys
@@ -26,7 +25,7 @@ from study.settings import FlipSettings, VarianceSettings
 from study.variance import variance_rows
 from torch import Tensor, nn
 
-from slimstart.errors import ConfigError, NonFiniteLossError, RecordError
+from slimstart.errors import ConfigError, NonFiniteLossError
 from slimstart.lab.cli.display import console
 from slimstart.lab.recipes.recipe import Recipe, merged
 from slimstart.lab.run.callbacks import Interrupted, Unwatched
@@ -432,36 +431,6 @@ def test_records_come_back(tmp_path: Path) -> None:
         assert study_records.read(tmp_path) == study_records.read(tmp_path / "record.json") == made
 
 
-@pytest.mark.parametrize(
-    ("variance", "flip", "message"),
-    [
-        ([], [], "`flip` must be empty where `variance` is not, and the other way round"),
-        ([{}], [{}], "`flip` must be empty"),
-        ([{"variance": -1.0}], [], "`variance[0].variance` is -1.0; it must be from 0 to 1e+30"),
-        ([{}, {"ratio": float("nan")}], [], "`variance[1].ratio` is nan; it must be from 0"),
-        ([], [{"excess": float("-inf")}], "`flip[0].excess` is -inf; it must be from -1e+30"),
-        ([], [{}, {}], "`flip[1].epoch` is 3; it must be above that of the one before, 3"),
-    ],
-)
-def test_records_that_cannot_be_meant_are_refused(
-    variance: list[dict[str, Any]], flip: list[dict[str, Any]], message: str
-) -> None:
-    with pytest.raises(RecordError, match=re.escape(message)):
-        record([variance_record(**one) for one in variance], [flip_record(**one) for one in flip])
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    file, sound = tmp_path / "record.json", dataclasses.asdict(record(flip=[flip_record()]))
-    for content, message in [
-        ("{", "cannot be read as the record of a study"),
-        ('{"schema": "slimstart.bench/1"}', "is not a record of a study: its schema is 'slimstart.bench/1'"),
-        (json.dumps(sound | {"epoch": "last"}), "the field `epoch` is 'last'; it must be of type int"),
-    ]:
-        file.write_text(content)
-        with pytest.raises(RecordError, match=re.escape(message)):
-            study_records.read(tmp_path)
-
-
 def texts(drawn: str) -> set[str | None]:
     return {element.text for element in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")}
 
@@ -557,13 +526,3 @@ def test_the_lines_of_the_document_are_understood(app: typer.Typer) -> None:
         _, _, name, *rest = line.split()
         parsed = typer.main.get_command(app).commands[name].make_context(name, rest)  # type: ignore[attr-defined]
         assert parsed.params["out"].name in line
-
-
-def test_without_matplotlib_there_is_no_plot(
-    slimstart: Slimstart, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "study.plot", None)
-    monkeypatch.delattr("study.plot", raising=False)
-    _, output = slimstart("variance", stopped, "--model", OWN, "--batches", 3, "--draws", 2, "--out", "here")
-    assert "no plot is drawn:" in output
-    assert study_records.read(tmp_path / "here").variance
