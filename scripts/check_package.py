@@ -4,7 +4,8 @@
     make package TORCH=2.8.0     with another one (downloads its CUDA libraries where the index has no CPU build)
 
 The wheel is installed first without extras: the library must work, and the program must say how to install it. Then
-with `lab`: the program must train. TESTS="tests/unit -k ..." also runs tests of the sdist against the wheel.
+with `lab`: the program must train. Then with the trainers of other libraries: every recipe of the documentation must
+run. TESTS="tests/unit -k ..." also runs tests of the sdist against the wheel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "docs" / "recipes.md"
 
 LIBRARY = """
 import importlib.util, sys
@@ -118,6 +120,22 @@ def check_metadata(wheel: Path, sdist: Path, version: str) -> None:
     assert {re.split(r"[^\w-]", name)[0] for name in required} == {"torch", "numpy", "safetensors"}, required
 
 
+def run_recipes(python: Path, folder: Path) -> None:
+    """Run every recipe after the first block of the page, each in a process and a folder of its own."""
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    heading, count = "", 0
+    (_, first), *found = re.findall(r"^## (.*?)\n|^```python\n(.*?)^```$", page, re.M | re.S)
+    for title, code in found:
+        heading = title or heading
+        if "import timm" in code:
+            print(f"not run: the recipe for {heading}, which needs the build of torchvision that goes with this torch")
+        elif code:
+            count += 1
+            (folder / str(count)).mkdir(parents=True)
+            run(python, "-c", f"{first}\n{code}", cwd=folder / str(count))
+    print(f"{count} recipes run")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="build the wheel and the sdist, and try both in a clean environment")
     parser.add_argument("--torch", default="", help="version of torch in place of the pinned one")
@@ -164,6 +182,11 @@ def main() -> None:
         assert (work / "run" / "record.json").exists()
         assert (work / "run" / "report.html").exists()
         print("the program trains")
+
+        if not options.torch:
+            install(f"{wheel}[onnx,lightning,transformers,accelerate]")
+            run(python, "-m", "pip", "check", cwd=work)
+            run_recipes(python, work / "recipes")
 
         if options.tests:
             install(f"{wheel}[test]")

@@ -125,7 +125,7 @@ def test_export_writes_what_computes_the_same(
 ) -> None:
     status, output, errors = slimstart("export", trained, "--model", OWN, "--format", kind, "--out", name)
     assert status == 0, errors
-    assert (tmp_path / name).stat().st_size > 1000
+    assert (tmp_path / name).stat().st_size > 500
     if kind != "safetensors":
         (difference,) = re.findall(r"differs by (\S+) at most", output)
         assert float(difference) < 1e-4

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -37,12 +38,14 @@ class Plain(nn.Module):
 
 
 class Block(nn.Module):
+    """Its annotations are strings, as those of every module with `from __future__ import annotations`."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
         self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: "Tensor") -> "Tensor":
         return torch.relu(x + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))))
 
 
@@ -53,7 +56,7 @@ class Residual(nn.Module):
         self.blocks = nn.Sequential(Block(24), Block(24))
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 4))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: "Tensor") -> "Tensor":
         return self.head(self.blocks(self.stem(images)))
 
 
@@ -249,3 +252,17 @@ def test_ports_and_scripts() -> None:
         torch.jit.script(small)
     with pytest.raises(torch.fx.proxy.TraceError):
         torch.fx.symbolic_trace(small)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    from examples import deployment
+
+    deployment.main(["--width", "0.5", "--epochs", "1", "--batch-size", "150", "--out", str(tmp_path)])
+    found = dict(re.findall(r"^(.+): (\S+) %$", capsys.readouterr().out, re.MULTILINE))
+    assert len(found) == 6
+    assert all(float(one) == pytest.approx(float(found["finished"]), abs=1.0) for one in found.values())
+    assert float(found["finished"]) > 25  # chance is 10

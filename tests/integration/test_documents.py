@@ -15,7 +15,7 @@ from scripts import docs_pages
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("**/*.md"))]
 RECIPES = "docs/recipes.md"
-TRAINERS = ("lightning", "transformers", "accelerate")  # libraries that the tests do without
+TRAINERS = ("lightning", "transformers", "accelerate", "timm")  # libraries that the tests do without
 FENCE = re.compile(
     r"^(?P<indent> *)```python(?P<rest>[^\n]*)\n(?P<code>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
 )

@@ -72,7 +72,7 @@ def to_python(network: nn.Module, path: str | os.PathLike[str], example: Tensor)
     namespace: dict[str, Any] = {"__name__": path.stem, "__file__": os.fspath(path)}
     images = several(example)
     try:
-        exec(compile(source, os.fspath(path), "exec"), namespace)
+        exec(compile(source, os.fspath(path), "exec", dont_inherit=True), namespace)
         again = eval(make, namespace)
         again.load_state_dict(network.state_dict())
         with torch.no_grad():
@@ -121,6 +121,7 @@ def _definition(network: nn.Module) -> tuple[str, str]:
     except Exception as error:
         raise ExportError(f"torch.fx cannot trace {type(network).__name__}: {error}; {_INSTEAD}") from error
     for node in graph.nodes:
+        node.type = None  # an annotation, which may be a name that the file does not have
         if node.op == "get_attr":
             raise ExportError(
                 f"{type(network).__name__} uses {node.target!r} outside of PyTorch's layers, which cannot be written; "
