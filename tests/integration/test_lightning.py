@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,43 @@ def test_resuming_is_exact(epochs: int, shuffle: bool, tmp_path: Path, differenc
     resumed = Task()
     run = trainer(tmp_path)
     run.fit(resumed, loader(shuffle), loader(), ckpt_path=tmp_path / f"step={epochs * STEPS}.ckpt")
+    assert run.global_step == 4 * STEPS
+    assert differences(weights(resumed), weights(whole)) == []
+
+
+class Positioned:
+    """A loader whose position is in the checkpoints."""
+
+    def __init__(self) -> None:
+        self.batches, self.position, self.start = list(loader()), 0, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.start = self.start, 0
+        for number in range(begin, len(self.batches)):
+            self.position = number + 1
+            yield self.batches[number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["position"] % len(self.batches)
+
+
+@pytest.mark.parametrize("step", [5, 15, 35])
+def test_resuming_in_an_epoch_is_exact_with_a_loader_that_has_a_state(
+    step: int, tmp_path: Path, differences: Differences
+) -> None:
+    torch.manual_seed(0)
+    whole = Task()
+    trainer(tmp_path, Saving(tmp_path)).fit(whole, Positioned())
+    torch.manual_seed(5)
+    resumed = Task()
+    run = trainer(tmp_path)
+    run.fit(resumed, Positioned(), ckpt_path=tmp_path / f"step={step}.ckpt")
     assert run.global_step == 4 * STEPS
     assert differences(weights(resumed), weights(whole)) == []
 

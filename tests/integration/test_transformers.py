@@ -57,6 +57,30 @@ def test_models_are_trained_saved_and_read(kind: str, tmp_path: Path, difference
         assert torch.equal(read(**inputs).logits, model.eval()(**inputs).logits)
 
 
+def test_the_callback_does_what_the_loop_does(tmp_path: Path, differences: Differences) -> None:
+    """With an optimizer of the user's own, which holds the narrow parameters."""
+
+    def fresh() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = MODELS["bert"]()
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    model, optimizer = fresh()
+    trainer(model, tmp_path, cls=Ordered, optimizers=(optimizer, None), max_grad_norm=0.0).train()
+    by_hand, optimizer = fresh()
+    sparse = SparseTraining(by_hand, optimizer, example(), Flops(0.7), total_steps=STEPS, policy=SEARCHING)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, STEPS)
+    rows = dataset("bert")
+    for start in range(0, len(rows), 8):
+        batch = {key: torch.stack([torch.as_tensor(row[key]) for row in rows[start : start + 8]]) for key in rows[0]}
+        by_hand.train()
+        optimizer.zero_grad()
+        by_hand(**batch).loss.backward()
+        optimizer.step()
+        schedule.step()
+    assert differences(weights(model), weights(sparse.finish())) == []
+
+
 def test_a_uniform_structure_is_in_the_config(tmp_path: Path, differences: Differences) -> None:
     """Then transformers reads the folder by itself."""
     model = MODELS["bert"]()
@@ -72,6 +96,27 @@ def test_a_uniform_structure_is_in_the_config(tmp_path: Path, differences: Diffe
     assert read.config.intermediate_size == 32
     assert differences(weights(read), weights(model)) == []
     assert differences(weights(from_pretrained(tmp_path / "small")), weights(model)) == []
+
+
+def test_widths_of_each_layer_are_in_the_config(tmp_path: Path, differences: Differences) -> None:
+    """Gemma 3n takes a list."""
+    size = {"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size": 32, "hidden_size_per_layer_input": 8}
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "laurel_rank": 4, "altup_num_inputs": 2}
+    layers = {"num_hidden_layers": 2, "intermediate_size": [64, 64], "layer_types": 2 * ["full_attention"]}
+    layers |= {"activation_sparsity_pattern": [0.0, 0.0], "num_kv_shared_layers": 0}
+    model = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**size, **layers, pad_token_id=0))
+    inputs = {"input_ids": torch.randint(1, 64, (2, 6))}
+    graph = slimstart.trace(model, inputs)
+    mask = torch.ones(graph.num_units, dtype=torch.bool)
+    for group, kept in zip((one for one in graph.groups if "mlp" in one.name), (48, 16), strict=True):
+        mask[group.units.start + kept : group.units.stop] = False
+    model = slimstart.compact(model, graph.select(mask))
+    save_pretrained(model, tmp_path / "small")
+    assert not (tmp_path / "small" / "model.json").exists()
+    read = type(model).from_pretrained(tmp_path / "small")
+    assert read.config.intermediate_size == [48, 16]
+    assert differences(weights(read), weights(model)) == []
+    assert torch.equal(read.eval()(**inputs).logits, model.eval()(**inputs).logits)
 
 
 @pytest.mark.parametrize("steps", [6, 10, 26])

@@ -11,6 +11,7 @@ Tested with transformers 5.23.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -215,8 +216,9 @@ def _first_examples(dataset: Any) -> list[Any]:
 def save_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
     """Write a narrow model to a folder that `from_pretrained` reads.
 
-    If the sizes in a config can express the structure, such as one `intermediate_size` for all layers, it is a folder
-    of transformers like any other. Otherwise it has the config of the dense model, and the structure in `model.json`.
+    If a size in the config can express the structure, such as one `intermediate_size` for all layers, or a list of them
+    where the class takes one, it is a folder of transformers like any other. Otherwise it has the config of the dense
+    model, and the structure in `model.json`.
 
     Args:
         model: a model after training with `SlimmingCallback`, or another result of `finish`.
@@ -279,17 +281,15 @@ def _narrow_config(model: Any) -> Any:
     if not isinstance(record, Record) or any(isinstance(module, StreamPort) for module in model.modules()):
         return None
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    pairs = {
-        (wide, narrow)
-        for name, dense in record.dense.items()
-        for wide, narrow in zip(dense, shapes.get(name, dense), strict=False)
-        if wide != narrow
-    }
-    if len(pairs) != 1:
-        return None
-    ((wide, narrow),) = pairs
+    changes: dict[int | None, set[tuple[int, int]]] = {}  # of widths, by the number of the layer
+    for name, dense in record.dense.items():
+        found = {(wide, narrow) for wide, narrow in zip(dense, shapes.get(name, dense), strict=False) if wide != narrow}
+        layer = re.search(r"\.(\d+)\.", name)
+        if found:
+            changes.setdefault(int(layer[1]) if layer else None, set()).update(found)
     for attribute, value in model.config.to_dict().items():
-        if type(value) is int and value == wide:
+        narrow = _narrow_size(value, changes)
+        if narrow is not None:
             config = type(model.config).from_dict({**model.config.to_dict(), attribute: narrow})
             try:
                 with torch.device("meta"):
@@ -299,3 +299,15 @@ def _narrow_config(model: Any) -> Any:
             if {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()} == shapes:
                 return config
     return None
+
+
+def _narrow_size(value: Any, changes: Mapping[int | None, set[tuple[int, int]]]) -> int | list[int] | None:
+    """The narrow value of a size in a config, one for all layers or a list with one for each; None if there is none."""
+    if type(value) is int:
+        pairs = set().union(*changes.values())
+        return next((narrow for wide, narrow in pairs if wide == value), None) if len(pairs) == 1 else None
+    if not isinstance(value, list) or not all(type(size) is int for size in value):
+        return None
+    sizes = [dict(changes.get(number, ())).get(wide, wide) for number, wide in enumerate(value)]
+    unique = all(len(dict(pairs)) == len(pairs) for pairs in changes.values())  # one narrow size for each wide one
+    return sizes if unique and sizes != value else None
