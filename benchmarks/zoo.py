@@ -114,15 +114,23 @@ def attentions(model: nn.Module, inputs: Any) -> list[tuple[str, int]]:
     return mode.found
 
 
+def several_heads(model: nn.Module, name: str) -> bool:
+    """Whether an attention has more than one head, by the attribute of the module around it."""
+    places = [name[:end] for end in range(len(name), -1, -1) if end == len(name) or name[end] == "." or end == 0]
+    for place in map(model.get_submodule, dict.fromkeys(places)):
+        for attribute in ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads"):
+            if isinstance(count := getattr(place, attribute, None), int):
+                return count > 1
+    return True
+
+
 def heads(model: nn.Module, graph: ChannelGraph, inputs: Any) -> Row:
     """In how many attention layers of the narrowest network there are fewer heads, and why not in the others."""
-    first = next(t for t in tree_leaves(inputs) if isinstance(t, Tensor))
     dense = attentions(model, inputs)
     narrowest = graph.select(torch.zeros(graph.num_units, dtype=torch.bool))
     narrow = attentions(compact(model, narrowest), inputs)
-    # A layer with one head does not count, as the first stages of some networks.
-    least = first.shape[0]
-    layers = [(name, before, after) for (name, before), (_, after) in zip(dense, narrow, strict=True) if before > least]
+    pairs = zip(dense, narrow, strict=True)
+    layers = [(name, before, after) for (name, before), (_, after) in pairs if several_heads(model, name)]
     whole = [name for name, before, after in layers if after == before]
     found: Row = {"attention_layers": len(layers), "with_fewer_heads": len(layers) - len(whole)}
     if whole:

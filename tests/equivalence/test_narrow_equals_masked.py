@@ -591,6 +591,9 @@ def test_heads_go_with_their_keys_and_values(name, coupling):
         ("computed_bias", "attention.qkv.weight", 4),
         ("computed_bias", "attention.bias.2", 4),
         ("channel_attention", "attention.qkv", 4),
+        ("interleaved_rotation", "attention.qkv", 4),
+        ("windows_after_heads", "attention.qkv", 4),
+        ("bias_shape", "attention.qkv", 4),
         ("bias_table", "attention.qkv", 4),
         ("bias_table_fused", "attention.qkv", 4),
         ("bucket_embedding", "attention.qkv.1", 4),
@@ -660,7 +663,6 @@ def test_evaluation_without_gradients(name):
 @pytest.mark.parametrize(
     ("name", "layer", "reason"),
     [
-        ("weight_norm", "conv1", "its weight is computed"),
         ("weight_standardised", "conv2", "a parameter is reduced before it is used"),
         ("lstm_head", "conv2", "it enters a recurrent layer (lstm)"),
         ("lstm_head", "rnn.weight_hh_l0", "recurrent layer (lstm)"),

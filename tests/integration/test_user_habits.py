@@ -641,7 +641,7 @@ def test_a_user_class_with_the_name_of_a_wrapper_is_accepted() -> None:
     assert sum(steps(sparse, optimizer, 4)) > 0
 
 
-@pytest.mark.parametrize("make", [parametrizations.weight_norm, parametrizations.orthogonal])
+@pytest.mark.parametrize("make", [parametrizations.spectral_norm, parametrizations.orthogonal])
 def test_parametrized_modules_are_refused_by_name(make: Any) -> None:
     model = make_model()
     make(model[3])
@@ -649,6 +649,19 @@ def test_parametrized_modules_are_refused_by_name(make: Any) -> None:
         make_training(model, policy=QUICK)
     nn.utils.parametrize.remove_parametrizations(model[3], "weight")
     make_training(model, policy=QUICK)
+
+
+def test_weight_norm_is_narrowed() -> None:
+    model = make_model()
+    parametrizations.weight_norm(model[3])
+    dense = model[3].weight.shape
+    _, optimizer, sparse = make_training(model, policy=QUICK)
+    list(steps(sparse, optimizer, 4))
+    length, direction = (p.shape for p in model[3].parametrizations["weight"].parameters())
+    assert model[3].weight.shape == direction
+    assert direction[0] == length[0] < dense[0]
+    assert direction[1] < dense[1]
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 class Packed(torch.Tensor):

@@ -263,6 +263,82 @@ class ChannelAttention(nn.Module):
         return self.proj((attn.softmax(-1) @ v).permute(0, 3, 1, 2).reshape(b, n, -1))
 
 
+class InterleavedRotation(nn.Module):
+    """Pairs of neighbouring features of each head are rotated by the token's position (EVA-02, RoFormer)."""
+
+    def __init__(self, dim, heads=4, width=4):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        angles = torch.arange(n, device=x.device, dtype=x.dtype)[:, None] * torch.tensor([1.0, 1.0, 0.1, 0.1]).to(x)
+        q, k = (t * angles.cos() + self.rotated(t) * angles.sin() for t in (q, k))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, -1))
+
+    @staticmethod
+    def rotated(t):
+        return torch.stack([-t[..., 1::2], t[..., ::2]], -1).reshape(t.shape)
+
+
+class WindowsAfterHeads(nn.Module):
+    """Attention in windows, which are a dimension after that of the heads (Hiera, NesT)."""
+
+    def __init__(self, dim, heads=4, width=3, windows=2):
+        super().__init__()
+        self.heads, self.width, self.windows = heads, width, windows
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        qkv = self.qkv(x).reshape(b, self.windows, n // self.windows, 3, self.heads, self.width)
+        q, k, v = qkv.permute(3, 0, 4, 1, 2, 5).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.permute(0, 2, 3, 4, 1).reshape(b, n, -1))
+
+
+class ShapeOfBefore(nn.Module):
+    """Tokens are flattened, and take the shape back that they had before, as one object (OPT)."""
+
+    def __init__(self, dim=12, num_classes=3):
+        super().__init__()
+        self.inp = nn.Linear(5, dim)
+        self.up = nn.Linear(dim, 24)
+        self.down = nn.Linear(24, dim)
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        x = self.inp(x)
+        shape = x.shape
+        x = x.reshape(-1, x.size(-1))
+        return self.head((x + self.down(F.relu(self.up(x)))).view(shape))
+
+
+class BiasShape(nn.Module):
+    """A table of biases takes a shape that a tuple of the module has, with the number of heads (CoAtNet, MaxViT)."""
+
+    def __init__(self, dim, tokens=6, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+        self.table = nn.Parameter(torch.zeros(2 * tokens - 1, heads))
+        self.bias_shape = (tokens, tokens, heads)
+        positions = torch.arange(tokens)
+        self.register_buffer("index", positions[:, None] - positions + tokens - 1, persistent=False)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, self.heads, self.width).permute(2, 0, 3, 1, 4)
+        bias = self.table[self.index.view(-1)].view(self.bias_shape).permute(2, 0, 1)
+        y = (q @ k.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
 class UpcastNorm(nn.Module):
     """A network whose norms compute in float32, whatever the type of the network (Llama and its relatives)."""
 

@@ -379,6 +379,47 @@ class WeightNorm(nn.Module):
         return self.fc(pool(x))
 
 
+class StandardisedConv(nn.Conv2d):
+    """A weight that is standardised by filter with the function for batches (BiT, NFNet in timm)."""
+
+    def __init__(self, *sizes, gain=False, **options):
+        super().__init__(*sizes, **options)
+        self.gain = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1)) if gain else None
+        self.scale = self.weight[0].numel() ** -0.5
+
+    def forward(self, x):
+        gain = None if self.gain is None else (self.gain * self.scale).view(-1)
+        weight = F.batch_norm(
+            self.weight.reshape(1, self.out_channels, -1), None, None, weight=gain, training=True, momentum=0.0
+        ).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class GroupNormReLU(nn.GroupNorm):
+    """A norm with an activation (timm's GroupNormAct)."""
+
+    def forward(self, x):
+        return F.relu(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+class StandardisedConvs(nn.Module):
+    """Plain, grouped and depthwise convolutions with standardised weights."""
+
+    def __init__(self, gain=False, num_classes=10):
+        super().__init__()
+        self.conv1 = StandardisedConv(3, 8, 3, padding=1, gain=gain)
+        self.norm = nn.Identity() if gain else GroupNormReLU(4, 8)
+        self.conv2 = StandardisedConv(8, 12, 3, padding=1, groups=4, gain=gain)
+        self.conv3 = StandardisedConv(12, 12, 3, padding=1, groups=12, gain=gain)
+        self.conv4 = StandardisedConv(12, 10, 1, gain=gain)
+        self.head = nn.Linear(10, num_classes)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv1(x)))
+        x = F.relu(self.conv4(F.relu(self.conv3(F.relu(self.conv2(x))))))
+        return self.head(x.mean((2, 3)))
+
+
 # --------------------------------------------------------------------------- sizes in code
 
 

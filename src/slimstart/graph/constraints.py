@@ -130,6 +130,15 @@ class ModuleCall:
     after: Seen | None
 
 
+@dataclass(frozen=True, eq=False)
+class ParameterIndices:
+    """Some indices along a dimension of a parameter, which exist as its layers read and write them."""
+
+    parameter: str
+    dim: int
+    indices: tuple[int, ...]
+
+
 CallKey = tuple[bool, str, int]
 """Whether the model is in training mode, a module, and the number of the call among those that run directly in it."""
 
@@ -197,6 +206,9 @@ class Constraints:
     over_channels: dict[CallKey, ChannelsOfCall] = field(default_factory=dict)  # these operations
     added_parameters: dict[int, str] = field(default_factory=dict)  # nodes that are kept unless they are normed
     calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
+    parameter_sizes: list[tuple[ParameterIndices, Expression, str]] = field(default_factory=list)  # see `resolve`
+    parameter_norms: list[tuple[CallKey, int, ParameterIndices]] = field(default_factory=list)
+    followers: list[tuple[ParameterIndices, ParameterIndices]] = field(default_factory=list)
     numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes that must not change
     products: set[int] = field(default_factory=set)  # nodes of products of channels, as the scores of attention heads
     unwritten: dict[Attribute, range] = field(default_factory=dict)  # atoms of tensors created with a size, see `sized`
@@ -376,6 +388,31 @@ class Constraints:
         presences = tuple(map(when_carried, nodes))
         self.over_channels[call] = dim, presences
         return presences
+
+    def resolve(self) -> None:
+        """Add the constraints on parameters that are computed with before a layer reads them.
+
+        Which of their indices belong to which channels is known only when the trace is over.
+        """
+        for follower, leader in self.followers:
+            presences = self._presences_of(leader) or (0,) * len(leader.indices)
+            self.follow(follower.parameter, follower.dim, follower.indices, presences)
+        for found, size, reason in self.parameter_sizes:
+            if presences := self._presences_of(found):
+                self.counts.append(Count(tuple((presence // 2,) for presence in presences), size, reason))
+        for call, dim, found in self.parameter_norms:
+            presences = self._presences_of(found)
+            if presences and self.norms == "shrink" and call not in self.whole_norms:
+                self.normalise(call, dim, (presence // 2 for presence in presences))
+            elif presences:
+                self.follow(found.parameter, found.dim, found.indices, [0] * len(found.indices))
+
+    def _presences_of(self, found: ParameterIndices) -> tuple[Presence, ...]:
+        """When each of these indices exists; none if nothing says that they can go."""
+        known: dict[int, Presence] = {}
+        for indices, presences in self.entries.get((found.parameter, found.dim), ()):
+            known |= {index: one for index, one in zip(indices, presences, strict=True) if index not in known}
+        return tuple(known[i] for i in found.indices) if known.keys() >= set(found.indices) else ()
 
     def used_as_number(self, expression: Expression, module: str) -> None:
         self.numbers.append((expression, f"its size is used as a number in {module or 'the forward'}"))

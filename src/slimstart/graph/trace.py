@@ -33,6 +33,7 @@ from slimstart.errors import TraceError
 from slimstart.graph.build import build_graph
 from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.constraints import Constraints, ModuleCall, Seen
+from slimstart.graph.multihead import follow_heads
 from slimstart.graph.rules import rule_for
 from slimstart.graph.sizes import Dimension, Shape, Size
 from slimstart.graph.tracer import OVER_CHANNELS, Call, Tracer, bind
@@ -124,6 +125,7 @@ def _traced(
         for name, module in model.named_modules():
             if name not in reached and any(True for _ in module.parameters(recurse=False)):
                 constraints.unfollowed.setdefault(name, "not reached with `example_inputs`")
+        constraints.resolve()
         return build_graph(constraints, model, reasons)
 
 
@@ -179,6 +181,8 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
                 elif type(value) in (list, tuple) and value and all(map(_is_count, value)):
                     entries = [tracer.size_of_attribute(name, f"{attribute}[{i}]", v) for i, v in enumerate(value)]
                     module.__dict__[attribute] = type(value)(entries)
+        elif isinstance(module, nn.MultiheadAttention):
+            follow_heads(tracer, name, module)
     tracer.shapes = {
         name: shape
         for name, module in copied.named_modules()
@@ -192,6 +196,7 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
     for tensor in _tensors_in(outputs):
         if (value := tracer.activation(tensor)) is not None:
             constraints.freeze(value.nodes, "it is an output of the network")
+        tracer.keep_averaged([tensor])
     parameters = copied.named_parameters(remove_duplicate=False)
     used = {name.rpartition(".")[0] for name, tensor in parameters if names[id(tensor)] in tracer.used}
     return tracer.reached | used
@@ -345,6 +350,8 @@ class _Operations(TorchDispatchMode):
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         tracer.used.update(tracer.names[id(tensor)] for tensor in tensors if id(tensor) in tracer.names)
         name = func._schema.name.removeprefix("aten::")
+        if tracer.averages:
+            tracer.keep_averaged(tensors)
         if name not in _TAKES_BIAS:
             tracer.pin_pieces(tensors)
         created = name in _CREATING and any(isinstance(leaf, Size) for leaf in tree_flatten(tracer.written)[0])

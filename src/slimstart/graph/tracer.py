@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.constraints import Constraints, Presence, Seen
+from slimstart.graph.constraints import Constraints, ParameterIndices, Presence, Seen
 from slimstart.graph.sizes import Attribute, Expression, Size
 
 OVER_CHANNELS = frozenset(
-    "layer_norm rms_norm group_norm mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split()
+    "layer_norm rms_norm group_norm batch_norm mean var std var_mean std_mean norm linalg_norm "
+    "linalg_vector_norm".split()
 )
 """Functions whose result depends on the number of channels they run over, which may be those that exist."""
 
@@ -114,6 +115,7 @@ class Tracer:
         used: names of parameters and buffers that have entered an operation.
         values: known values of each tensor; constants are absent.
         pieces: for a vector that is concatenated from parameters, the value and length of each.
+        averages: for the weights that `nn.MultiheadAttention` returns, the value of its queries.
         written: the function that the user called, which the present operation belongs to, with its arguments.
         over_channels: number of calls so far, by module, of functions in `OVER_CHANNELS`.
         decomposing: how many operations are being decomposed, one within the other.
@@ -133,6 +135,7 @@ class Tracer:
     used: set[str] = field(default_factory=set)
     values: Any = field(default_factory=WeakTensorKeyDictionary)
     pieces: Any = field(default_factory=WeakTensorKeyDictionary)
+    averages: Any = field(default_factory=WeakTensorKeyDictionary)
     _serials: Any = field(default_factory=WeakTensorKeyDictionary)
     _count: Iterator[int] = field(default_factory=itertools.count)
     written: tuple[Any, ...] = ()
@@ -187,6 +190,20 @@ class Tracer:
         for tensor in tensors:
             for piece, _ in self.pieces.get(tensor, ()):
                 self.pin(piece, "it is concatenated")
+
+    def indices_along(self, value: Value, dim: int) -> ParameterIndices | None:
+        """The indices of a parameter that lie along `dim` of this view of it; None unless they are of one dimension."""
+        running = [d for d, field in enumerate(value.fields) if field.shape[dim] > 1]
+        if value.source is None or len(running) != 1 or value.fields[running[0]].numel() != value.shape[dim]:
+            return None
+        return ParameterIndices(value.source, running[0], tuple(value.fields[running[0]].reshape(-1).tolist()))
+
+    def keep_averaged(self, tensors: Iterable[Any]) -> None:
+        """Keep all heads whose weights are used: they are an average, and depend on the number of heads."""
+        for tensor in tensors:
+            value = self.averages.get(tensor) if isinstance(tensor, Tensor) else None
+            if value is not None:
+                self.constraints.freeze(value.nodes, "the weights of its attention are used")
 
     def seen(self, tensor: Any) -> Seen | None:
         """A tensor as it is now; None for anything else."""

@@ -23,6 +23,7 @@ _ARGUMENTS = {
     "layer_norm": ("normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("normalized_shape", "weight", "eps"),
     "group_norm": ("num_groups", "weight", "bias", "eps"),
+    "batch_norm": ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
 }
 
 
@@ -100,7 +101,7 @@ def _normed(func: Any, tensor: Tensor, dim: int, kept: Tensor, given: dict[str, 
     shape = given.get("normalized_shape")
     if shape is not None:
         given["normalized_shape"] = [len(kept) if d - len(shape) == dim else size for d, size in enumerate(shape)]
-    for name in ("weight", "bias"):
+    for name in () if "running_mean" in given else ("weight", "bias"):  # a standardised weight has one for each filter
         if given.get(name) is not None:
             given[name] = given[name].index_select(0 if shape is None else dim, kept)
     y = func(tensor.index_select(dim, kept), **given)

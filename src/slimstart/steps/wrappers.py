@@ -43,6 +43,12 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def _has_weight_norm(module: nn.Module) -> bool:
+    """Whether all parametrizations of a module are `weight_norm`, which the graph follows."""
+    steps = (step for found in module.parametrizations.values() for step in found)  # type: ignore[operator]
+    return all(type(step).__name__ == "_WeightNorm" for step in steps)
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse a model that cannot follow a change of shapes; the error says what to do.
 
@@ -55,7 +61,7 @@ def check_model(model: nn.Module) -> None:
         for cls in type(module).__mro__:
             if cls.__name__ in _REFUSED and cls.__module__.split(".")[0] in ("torch", "deepspeed"):
                 raise TypeError(f"{where} is a {cls.__name__}, which cannot be narrowed: {_REFUSED[cls.__name__]}")
-        if parametrize.is_parametrized(module):
+        if parametrize.is_parametrized(module) and not _has_weight_norm(module):
             raise TypeError(
                 f"{where} has parametrizations ({', '.join(module.parametrizations)}), whose tensors cannot "
                 "be narrowed; call torch.nn.utils.parametrize.remove_parametrizations first"

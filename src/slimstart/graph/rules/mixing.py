@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Layout, OperationCost, Presence, when_carried, when_live
-from slimstart.graph.rules.norms import per_channel_layer
+from slimstart.graph.rules.norms import count_groups, per_channel_layer
 from slimstart.graph.rules.pointwise import along_dimension
 from slimstart.graph.rules.register import register_rule
-from slimstart.graph.rules.shapes import pairwise
+from slimstart.graph.rules.shapes import argument_as_written, pairwise
 from slimstart.graph.tracer import Call, Tracer, Value
 
 
@@ -140,7 +140,7 @@ def convolution(tracer: Tracer, call: Call) -> None:
     total = tensor.shape[:dim].numel() * pixels * weight.numel()
     ins, outs = tensor.shape[dim], call.result.shape[dim]
     value = tracer.parameter(weight)
-    module = tracer.owner(value.source) if value is not None else None
+    module = tracer.modules[-1] if tracer.modules[-1] in tracer.native else None
     constraints = tracer.constraints
 
     def attributes(inputs: Sequence[Presence], outputs: Sequence[Presence], kernels: Sequence[Presence] = ()) -> None:
@@ -149,6 +149,8 @@ def convolution(tracer: Tracer, call: Call) -> None:
             constraints.counts_channels(module, "out_channels", outputs)
             if kernels:
                 constraints.counts_channels(module, "groups", kernels)
+        elif kernels and value is not None:
+            count_groups(tracer, [presence // 2 for presence in kernels], argument_as_written(call, "groups", 6))
 
     if groups == 1:
         found = mix(tracer, tensor, dim, weight, (1, 0) if transposed else (0, 1), bias, call.result)
@@ -177,13 +179,15 @@ def _grouped(
     value, bias_value, nodes = tracer.parameter(weight), tracer.parameter(bias), tracer.channels(tensor, dim)
     module = tracer.boundary(value.source) if value is not None else None
     computed = bias is not None and bias_value is None
-    if value is None or value.source is None or nodes is None or module is None or computed or transposed:
+    partial = value is not None and tracer.full_sizes[value.source or ""] != weight.shape
+    if value is None or value.source is None or nodes is None or computed or transposed or partial:
         tracer.keep_all([tensor, weight, bias], "a grouped convolution that is not followed")
         tracer.constraints.unfollowed.setdefault(tracer.modules[-1], "a grouped convolution that is not followed")
         return None
     constraints, ins, outs = tracer.constraints, len(nodes), result.shape[dim]
-    outputs = constraints.write(value.source, 0, outs, range(outs), module, exact=False)
-    reading = [when_live(node) if node > ZERO else CONSTANT for node in nodes]
+    layer, when = module or tracer.owner(value.source) or value.source, when_carried if module is None else when_live
+    outputs = constraints.write(value.source, 0, outs, range(outs), layer, exact=module is None)
+    reading = [when(node) if node > ZERO else CONSTANT for node in nodes]
     writing = [when_live(node) for node in outputs]
     for g in range(groups):
         mine = slice(g * ins // groups, (g + 1) * ins // groups)
@@ -191,8 +195,9 @@ def _grouped(
         constraints.together.append((*reading[mine], *map(when_carried, nodes[mine]), *writing[theirs]))
     if bias_value is not None and bias_value.source is not None:
         constraints.follow(bias_value.source, 0, range(outs), writing)
-    constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
-    constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
+    if module is not None:
+        constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
+        constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
     tracer.set_channels(result, dim, outputs)
     return reading, writing
 
@@ -296,16 +301,17 @@ def attention(tracer: Tracer, call: Call) -> None:
     mask = call.arguments.get("attn_mask")
     if all(f is None for f in fields):
         return _cost(tracer, total)
-    heads = query.dim() - 3
+    leading = {d for field in fields if field is not None for d in field.varies() if d < query.dim() - 2}
+    heads = leading.pop() if len(leading) == 1 else query.dim() - 3  # other dimensions are windows
     usable = query.dim() >= 3 and all(f is not None and f.nodes.shape[-2] == 1 for f in fields)
     rows = []
     for field, tensor in zip(fields, (query, key, value), strict=True):
-        if field is None or not usable or any(d < heads for d in field.varies()):
+        if field is None or not usable or any(d not in (heads, query.dim() - 1) for d in field.varies()):
             usable = False
             break
-        nodes = field.nodes.reshape(field.nodes.shape[heads], -1)
-        rows.append(nodes.expand(tensor.shape[heads], -1))
-    biases = _head_biases(tracer, mask, rows[0]) if usable else None
+        nodes = field.nodes.movedim(heads, 0)
+        rows.append(nodes.reshape(len(nodes), -1).expand(tensor.shape[heads], -1))
+    biases = _head_biases(tracer, mask, rows[0], heads - query.dim()) if usable else None
     if biases is None:
         tracer.keep_all([query, key, value, mask], "attention over channels that are not heads")
         return _cost(tracer, total)
@@ -321,11 +327,12 @@ def attention(tracer: Tracer, call: Call) -> None:
     return _cost(tracer, total, [when_carried(node) for node in rows[0][:, 0].tolist()])
 
 
-def _head_biases(tracer: Tracer, mask: Tensor | None, queries: Tensor) -> list[int] | None:
+def _head_biases(tracer: Tracer, mask: Tensor | None, queries: Tensor, dim: int) -> list[int] | None:
     """The nodes of a mask or bias of attention, one per head, none where it is the same for all heads.
 
     Args:
         queries: nodes of the queries, one row per head.
+        dim: the dimension of heads, counted from the end.
 
     Returns:
         None if the mask is not followed. Channels of a parameter are followed here.
@@ -333,7 +340,7 @@ def _head_biases(tracer: Tracer, mask: Tensor | None, queries: Tensor) -> list[i
     value = tracer.value(mask)
     if mask is None:
         return []
-    if mask.dim() < 3 or mask.shape[-3] == 1:  # the same for all heads
+    if mask.dim() < -dim or mask.shape[dim] == 1:  # the same for all heads
         if value is not None and value.source is None and value.varies():
             return None
         tracer.keep_all([mask], "it is the same for all heads")
@@ -341,8 +348,8 @@ def _head_biases(tracer: Tracer, mask: Tensor | None, queries: Tensor) -> list[i
     if value is None:
         return None
     if value.source is None:
-        return tracer.channels(mask, -3)
-    along = along_dimension(value, mask.dim() - 3, mask.dim())
+        return tracer.channels(mask, dim)
+    along = along_dimension(value, mask.dim() + dim, mask.dim())
     if along is None:
         return None
     tracer.constraints.follow(value.source, *along, [when_carried(node) for node in queries[:, 0].tolist()])

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slimstart.graph.constraints import Count, Layout, Presence, when_carried, when_live
+from slimstart.graph.constraints import Count, Layout, ParameterIndices, Presence, when_carried, when_live
 from slimstart.graph.rules.pointwise import changed
 from slimstart.graph.rules.register import register_rule
-from slimstart.graph.sizes import Size
-from slimstart.graph.tracer import Call, Tracer
+from slimstart.graph.rules.shapes import argument_as_written
+from slimstart.graph.sizes import Expression, Size
+from slimstart.graph.tracer import Call, Tracer, Value
 
 
 def per_channel_layer(
@@ -66,12 +67,52 @@ def per_channel_layer(
 @register_rule("batch_norm", "native_batch_norm", "instance_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 def batch_norm(tracer: Tracer, call: Call) -> None:
     """Batch and instance normalisation, whose weight, bias and statistics belong to the channel."""
+    if (value := tracer.parameter(call["input"])) is not None:
+        return _standardised(tracer, call, value)
     vectors = [call["weight"], call["bias"], call["running_mean"], call["running_var"]]
     result = call.result[0] if isinstance(call.result, tuple) else call.result
     found = per_channel_layer(tracer, call["input"], result, 1, vectors)
     module = tracer.modules[-1]
     if found is not None and module in tracer.native:
         tracer.constraints.counts_channels(module, "num_features", found[1])
+
+
+def _standardised(tracer: Tracer, call: Call, value: Value) -> None:
+    """A weight of shape (1, filters, fan-in) that is standardised by filter (BiT, NFNet): it runs over what exists."""
+    vectors = [tracer.value(vector) for vector in (call["weight"], call["bias"]) if vector is not None]
+    followed = [v for v in vectors if v is not None]
+    filters = tracer.indices_along(value, 1)
+    own = [tracer.indices_along(v, 0) for v in followed if v.source is not None]
+    written = call.written and getattr(call.written[0], "__name__", "") == "batch_norm"
+    if filters is None or len(own) < len(followed) or None in own or call["running_mean"] is not None or not written:
+        return tracer.keep_all([call["input"], call["weight"], call["bias"]], "its weight is computed")
+    for vector in own:
+        assert vector is not None
+        tracer.constraints.followers.append((vector, filters))
+    module = tracer.modules[-1]
+    key = (tracer.training, module, tracer.over_channels[module] - 1)
+    for dim, field in enumerate(value.fields):
+        if field.shape[2] > 1 and field.shape[1] == 1:
+            found = ParameterIndices(
+                filters.parameter, dim, tuple(field.expand(1, 1, value.shape[2]).flatten().tolist())
+            )
+            tracer.constraints.parameter_norms.append((key, -1, found))
+    tracer.values[call.result[0] if isinstance(call.result, tuple) else call.result] = value
+    return None
+
+
+@register_rule("_weight_norm_interface")
+def weight_norm(tracer: Tracer, call: Call) -> None:
+    """A direction scaled to a length by filter: dropped inputs add nothing to the norm of the direction."""
+    direction, length = tracer.parameter(call["v"]), tracer.parameter(call["g"])
+    dim = call["dim"] % call["v"].dim()
+    filters = None if direction is None else tracer.indices_along(direction, dim)
+    own = None if length is None else tracer.indices_along(length, dim)
+    if direction is None or filters is None or own is None:
+        return tracer.keep_all([call["v"], call["g"]], "its weight is computed")
+    tracer.constraints.followers.append((own, filters))
+    tracer.values[call.result[0]] = direction
+    return None
 
 
 @register_rule("group_norm")
@@ -81,7 +122,7 @@ def group_norm(tracer: Tracer, call: Call) -> None:
     nodes = tracer.channels(tensor, 1)
     if groups == 1 and nodes is not None and _one_group_shrinks(tracer, call):
         return tracer.set(call.result, changed(tracer, tracer.activation(tensor).nodes))  # type: ignore[union-attr]
-    if groups == 1 or nodes is None or tracer.boundary(_source(tracer, call["weight"])) is None:
+    if groups == 1 or nodes is None or call["weight"] is None:
         whole = [tensor, call["weight"], call["bias"]] if nodes is None else [tensor]
         return _keep_all(tracer, whole)
     size = len(nodes) // groups
@@ -92,10 +133,19 @@ def group_norm(tracer: Tracer, call: Call) -> None:
     for group in range(groups):
         members = slice(group * size, (group + 1) * size)
         tracer.constraints.together.append((*inputs[members], *map(when_carried, nodes[members])))
-    module = tracer.modules[-1]
-    tracer.constraints.counts_channels(module, "num_channels", outputs)
-    tracer.constraints.counts_channels(module, "num_groups", inputs[::size])
+    if (module := tracer.modules[-1]) in tracer.native:
+        tracer.constraints.counts_channels(module, "num_channels", outputs)
+        tracer.constraints.counts_channels(module, "num_groups", inputs[::size])
+    else:
+        expression = argument_as_written(call, "num_groups", 1)
+        count_groups(tracer, nodes[::size], expression)
     return None
+
+
+def count_groups(tracer: Tracer, nodes: Sequence[int], expression: Expression | int) -> None:
+    """Let a number of groups count these channels, one of each group."""
+    where = f"a number of groups in {tracer.modules[-1] or 'the forward'}"
+    tracer.constraints.counts.append(Count(tuple((node,) for node in nodes), expression, where))
 
 
 def _one_group_shrinks(tracer: Tracer, call: Call) -> bool:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Count, Layout, when_carried
 from slimstart.graph.rules.register import register_rule
-from slimstart.graph.sizes import Attribute, Expression, Size
+from slimstart.graph.sizes import Attribute, Expression, Shape, Size
 from slimstart.graph.tracer import Call, Tracer, Value, compress
 
 
@@ -28,9 +28,12 @@ def _written_sizes(call: Call) -> list[Any]:
     if not call.written:
         return []
     _, args, kwargs = call.written
-    leaves = []
+    leaves: list[Any] = []
     for leaf in tree_flatten((args, kwargs))[0]:
-        leaves.extend([leaf.start, leaf.stop] if isinstance(leaf, slice) else [leaf])
+        if isinstance(leaf, slice):
+            leaves += [leaf.start, leaf.stop]
+        else:
+            leaves += leaf if isinstance(leaf, Shape) else [leaf]
     return [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
 
 
@@ -102,8 +105,6 @@ def reshape(tracer: Tracer, call: Call) -> None:
     expanding = call.name in ("expand", "broadcast_to")  # fields are not contiguous: a view of them would be refused
     moved = value.moved(lambda f: (f.expand if expanding else f.reshape)(call.result.shape))
     tracer.values[call.result] = moved
-    if moved.source is not None:
-        return None
     key = {"unflatten": "sizes", "reshape": "shape"}.get(call.name, "size")
     asked = list(call[key])
     if not tracer.decomposing:
@@ -116,10 +117,29 @@ def reshape(tracer: Tracer, call: Call) -> None:
     if call.name == "unflatten":
         dim = call["dim"] % call["self"].dim()
         sizes = [None] * dim + sizes + [None] * (len(moved.shape) - dim - len(sizes))
+    if moved.source is not None:
+        return _parameter_sizes(tracer, moved, sizes)
     advice = "write -1 for the size that shrinks, or take it from the `shape` of what is reshaped"
     reason = f"it is reshaped to fixed sizes in {tracer.modules[-1] or 'the forward'} ({advice})"
     tracer.constraints.layouts.append(_layout(moved.nodes, sizes, reason))
     return None
+
+
+def _parameter_sizes(tracer: Tracer, value: Value, sizes: list[Expression | int | None]) -> None:
+    """Let attributes in the sizes of a reshaped parameter count what is left of it."""
+    where = f"a parameter is reshaped in {tracer.modules[-1] or 'the forward'}"
+    for dim, size in enumerate(sizes):
+        if size is not None and not isinstance(size, int) and (found := tracer.indices_along(value, dim)) is not None:
+            tracer.constraints.parameter_sizes.append((found, size, where))
+
+
+def argument_as_written(call: Call, name: str, position: int) -> Expression | int:
+    """The expression of an integer argument of the function that the user called."""
+    if not call.written:
+        return int(call[name])
+    _, args, kwargs = call.written
+    written = kwargs.get(name, args[position] if len(args) > position else call[name])
+    return _expression(written) if isinstance(written, int) else int(call[name])
 
 
 @register_rule(
@@ -173,8 +193,11 @@ def cut(tracer: Tracer, call: Call) -> None:
         start, end, step = call["start"] or 0, call["end"] if call["end"] is not None else size, call["step"]
     where = f"part of it is taken in {tracer.modules[-1] or 'the forward'}"
     rows = value.nodes.movedim(dim, 0).reshape(size, -1)
-    if step != 1:
+    if step != 1 and len(value.varies()) == 1:
         return tracer.constraints.keep_all(rows, where)
+    if step != 1:  # every second feature of each head
+        sizes: list[Expression | int | None] = [None] * len(value.shape)
+        return tracer.constraints.layouts.append(_layout(value.nodes, sizes, where, rigid=(dim,)))
     for position in (start, end):
         if 0 < position < size:
             expression = _as_written(call, position)
