@@ -474,7 +474,7 @@ def refused(make_optimizer):
 
 def test_factored_state_is_refused():
     said = refused(partial(torch.optim.Adafactor, lr=0.01))
-    assert "Adafactor keeps 'row_var' for stem.weight, a tensor of shape" in said
+    assert "Adafactor keeps 'row_var' for conv1.weight, a tensor of shape" in said
     assert "Use an optimizer with element-wise state, or protect the layer by naming it in `keep`" in said
 
 
@@ -511,7 +511,7 @@ class KeepsHistory(SGD):
 
 
 def test_state_in_a_list_is_refused():
-    assert "KeepsHistory keeps 'history' for stem.weight, a list: it is neither" in refused(
+    assert "KeepsHistory keeps 'history' for conv1.weight, a list: it is neither" in refused(
         partial(KeepsHistory, lr=0.1)
     )
 
