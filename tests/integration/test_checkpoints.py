@@ -1100,6 +1100,9 @@ def test_networks_with_stream_ports_cannot_be_shrunk(differences: Any) -> None:
     with pytest.raises(CheckpointError, match=r"ports on residual streams; .*`finish\(plain=True\)`"):
         shrink_to(dense, sparse.model.state_dict())
     assert differences(dict(before), dict(dense.state_dict())) == []
+    snapshot = sparse.snapshot()  # as from `finish`
+    with pytest.raises(CheckpointError, match=r"ports on residual streams; .*`finish\(plain=True\)`"):
+        shrink_to(dense, through_a_file(snapshot.state_dict()))
     model = sparse.finish(plain=True).eval()
     with torch.no_grad():
         torch.testing.assert_close(shrink_to(dense, model.state_dict()).eval()(x), model(x))
@@ -1153,6 +1156,24 @@ def test_a_module_is_not_shrunk_to_tensors_of_other_kinds(kind: str) -> None:
     with pytest.raises(CheckpointError, match="of another kind"):
         shrink_to(model, state)
     assert counted(model) == before
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_finished_network_with_ports_refuses_weights_of_other_channels(padded: bool) -> None:
+    """Residual writes two layers into one stream; with equal widths, only the positions in the stream differ."""
+    found = []
+    for kept in ([1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0]):
+        sparse = training(align=4 if padded else 1)
+        mask = torch.ones_like(sparse.mask)
+        mask[sparse.graph.filters["second.3"]] = torch.tensor(kept, dtype=torch.bool)
+        sparse._structure.settle(mask)
+        found.append((through_a_file(sparse.model.state_dict()), sparse.finish()))
+    (state, model), (other, _) = found
+    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in other.items()}
+    model.load_state_dict(state)  # the best weights of this training
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"second\.4 is of a network in which this layer reads or writes other"):
+        model.load_state_dict(other)
 
 
 def test_state_dicts_that_do_not_fit_the_module_are_refused(differences: Any) -> None:

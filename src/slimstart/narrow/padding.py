@@ -86,6 +86,7 @@ class PaddedNetworks:
             dims = reads[name].dim if name in reads else 0, writes[name].dim if name in writes else 0
             width = 0 if write is None or write.back is None else len(write.back)
             change.call(set_port, network.ports[name], read, write, width, dims)
+            change.set(network.ports[name], "stream_positions", None)  # also where there is padding on neither side
 
     # --- moves on the device -----------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from slimstart.narrow.counts import read_count, write_count
 from slimstart.narrow.hooks import hooks_in
 from slimstart.narrow.removed_layers import MAX_RESULTS, modules_of, replacement
 from slimstart.narrow.store import is_dense
+from slimstart.narrow.stream_ports import PORT
 
 METADATA = "slimstart"
 """The key under which the state dicts of a model in training, and of its optimizer, have their structure."""
@@ -50,7 +51,8 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     """
     if hooks_in(model):
         raise ValueError("`model` is in a SparseTraining; `model.load_state_dict` takes a narrow state dict by itself")
-    metadata = _checked(metadata_of(state_dict).get("", {}).get(METADATA, {}), model)
+    every = metadata_of(state_dict)
+    metadata = _checked(every.get("", {}).get(METADATA, {}), model)
     # Norms that shrink may have all their channels, so this graph is also that of a training in which they do not.
     graph = None if example_inputs is None else trace(model, example_inputs, "stream", norms="shrink")
     tensors, places = tensor_names(model), tensor_places(model)
@@ -72,7 +74,7 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
             problems.append(f"{name} is a tensor of another kind ({value.layout}, {value.device})")
         elif value.dim() != tensor.dim() or any(n > d for n, d in zip(value.shape, tensor.shape, strict=False)):
             problems.append(f"{name} is {tuple(value.shape)} in the state dict and {tuple(tensor.shape)} in the model")
-    if metadata.get("ports"):
+    if any(module.get(PORT) not in (None, [None, None]) for module in every.values()):
         problems.append("layers have ports on residual streams; take the state dict after `finish(plain=True)`")
     if problems:
         raise CheckpointError(

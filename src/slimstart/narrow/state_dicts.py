@@ -26,6 +26,7 @@ from slimstart.narrow.optimizer_state import held_by
 from slimstart.narrow.removed_layers import modules_of
 from slimstart.narrow.shrink import METADATA
 from slimstart.narrow.store import Key, is_dense
+from slimstart.narrow.stream_ports import PORT, positions
 
 
 class ModelState:
@@ -66,12 +67,11 @@ class ModelState:
             **structure_of(self._networks),
             "attributes": {(owner, name): value for owner, name, value in attribute_values(selection)},
             "identities": dict(modules_of(selection.graph.removed)),
-            "ports": any(
-                side is not None for name in ports_in(selection.graph) for side in port_sides(name, selection)[0]
-            ),
         }
         if self._networks.selection.padded:
             self._networks.flush()
+            for name in ports_in(selection.graph):
+                state_dict._metadata[prefix + name][PORT] = positions(*port_sides(name, selection)[0])  # type: ignore[attr-defined]
             for key, name in self.names.items():
                 if prefix + key in state_dict:
                     exact = self._networks.store.read(Key(name), selection, self._networks.device)

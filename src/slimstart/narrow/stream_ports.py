@@ -22,6 +22,8 @@ from slimstart.kernels import take_channels
 
 Dims = tuple[int, int]
 BUFFERS = ("stream_read", "stream_write", "stream_read_back", "stream_write_back")
+PORT = "slimstart_port"
+"""The key under which the metadata of a state dict have the `positions` of a layer."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class StreamPort(nn.Module):
         stream_read_back, stream_write_back: for every channel of the stream, which of the layer's it is, or -1. With
             them, indices may be -1 too (padding, which reads nothing and writes nothing), and a GPU needs one
             kernel each way; without them, plain operations that every exporter knows do the work.
+        stream_positions: `positions` of these indices; None with padding.
         stream_width: channels of the stream written to.
         stream_dims: channel dimension of input and output, counted from the end.
     """
@@ -54,6 +57,7 @@ class StreamPort(nn.Module):
     stream_write: Tensor | None
     stream_read_back: Tensor | None
     stream_write_back: Tensor | None
+    stream_positions: list[list[int] | None] | None
     stream_width: int
     stream_dims: tuple[int, int]
 
@@ -76,6 +80,17 @@ class StreamPort(nn.Module):
         dim = y.dim() + self.stream_dims[1]
         stream = y.new_zeros([self.stream_width if d == dim else size for d, size in enumerate(y.shape)])
         return stream.index_copy(dim, self.stream_write, y)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][PORT] = self.stream_positions
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
+        saved, own = local_metadata.get(PORT), self.stream_positions
+        if saved is not None and own is not None and saved != own:  # the shapes may be the same
+            more[-1].append(f"{prefix[:-1]} is of a network in which this layer reads or writes other channels")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is created at run time: pickle and deepcopy rebuild it from the layer's own class.
@@ -104,6 +119,7 @@ def open_port(layer: nn.Module) -> None:
     layer.__class__ = ported(type(layer))
     for name in BUFFERS:
         layer.register_buffer(name, None, persistent=False)
+    layer.stream_positions = None  # type: ignore[assignment]
     layer.stream_width = 0  # type: ignore[assignment]
     layer.stream_dims = (0, 0)  # type: ignore[assignment]
 
@@ -115,8 +131,15 @@ def set_port(layer: nn.Module, read: Side | None, write: Side | None, width: int
         index, back = (side.index, side.back) if side is not None else (None, None)
         setattr(layer, name, None if index is None else index.to(device))
         setattr(layer, f"{name}_back", None if back is None else back.to(device))
+    padded = any(side is not None and side.back is not None for side in (read, write))
+    layer.stream_positions = None if padded else positions(read, write)  # type: ignore[assignment]
     layer.stream_width = width  # type: ignore[assignment]
     layer.stream_dims = dims  # type: ignore[assignment]
+
+
+def positions(read: Side | None, write: Side | None) -> list[list[int] | None]:
+    """The indices of both sides as numbers; None for all channels."""
+    return [None if side is None else side.index.tolist() for side in (read, write)]
 
 
 def backwards(index: Tensor, width: int) -> Tensor:
@@ -130,6 +153,6 @@ def close_port(layer: nn.Module) -> None:
         for name in BUFFERS:
             layer._buffers.pop(name)
             layer._non_persistent_buffers_set.discard(name)
-        for name in ("stream_width", "stream_dims"):
+        for name in ("stream_positions", "stream_width", "stream_dims"):
             layer.__dict__.pop(name)
         layer.__class__ = type(layer).__mro__[2]
