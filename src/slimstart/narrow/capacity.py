@@ -53,8 +53,8 @@ class Executed:
     """Costs of a step as executed, padding included.
 
     Attributes:
-        flops: FLOPs of one example through the network that is trained.
-        reference_flops: FLOPs of one example through each reference.
+        flops: FLOPs of `example_inputs` through the network that is trained.
+        reference_flops: FLOPs of `example_inputs` through each reference.
         num_filters: number of filters of each layer in the network that is trained.
     """
 
@@ -113,7 +113,7 @@ class Planner:
         return self if graph is self._graph else Planner(graph, self.align, self._spread)
 
     def flops(self, capacity: Capacity) -> int:
-        """FLOPs of one example through a network of this capacity, padding included."""
+        """FLOPs of `example_inputs` through a network of this capacity, padding included."""
         frame = torch.where(self._shared, capacity.streams, self._typical_units(capacity)[self._events[:, 0]])
         return self._graph.flops_within(frame)
 
