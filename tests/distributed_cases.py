@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from slimstart import EqualWorth, Flops, Paper, SparseTraining
+from slimstart import CheckpointError, EqualWorth, Flops, Paper, ProcessGroupError, SparseTraining
 from slimstart.distributed import data_parallel, synchronise_batch_norm
 from slimstart.distributed.process_group import ProcessGroup
 from slimstart.lab.recipes.recipe import Recipe
@@ -133,7 +133,7 @@ def plain_training(ranks: ProcessGroup, norm: str) -> dict[str, Any]:
 
 def by_hand(ranks: ProcessGroup) -> dict[str, Any]:
     """The paper's policy in a loop by hand; only even batches, whose gradients need no weights."""
-    model = network("none")
+    model = network("none", seed=ranks.rank)  # all begin with the weights of the first
     optimizer = sgd(model)
     sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=Paper(resample_every=2))
     net = wrapped(model) if ranks.size > 1 else model
@@ -546,6 +546,32 @@ def one_cannot_change(ranks: ProcessGroup, policy: str) -> dict[str, Any]:
     return {"before": before, "after": after, "error": error, "weights": weights} | {
         "end": known(), "dense": sparse.state_dict()["model"]
     }  # fmt: skip
+
+
+def one_cannot_load(ranks: ProcessGroup) -> dict[str, Any]:
+    """Both go back to a checkpoint in mid-training; that of process 1 is damaged, and both continue."""
+    model = network("none")
+    optimizer = sgd(model)
+    sparse = SparseTraining(model, optimizer, EXAMPLE, Flops(0.4), policy=WIDTHS, total_steps=60)
+    net = data_parallel(model)
+    data, early = batches(ranks, 12, even=True), sparse.state_dict()
+
+    def train(some: Sequence[Any]) -> None:
+        for images, labels in some:
+            optimizer.zero_grad()
+            F.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+
+    train(data[:6])
+    before, error = sparse.state_dict(), None
+    try:
+        sparse.load_state_dict({**early, "masks": None} if ranks.rank == 1 else early)
+    except (CheckpointError, ProcessGroupError) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    after = sparse.state_dict()
+    train(data[6:])
+    found = {"before": before, "after": after, "end": sparse.state_dict()}
+    return {"error": error} | {name: {"model": one["model"], "masks": one["masks"]} for name, one in found.items()}
 
 
 def out_of_step(ranks: ProcessGroup, what: str, **settings: Any) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from slimstart.devices import device_of
 from slimstart.distributed.process_group import ProcessGroup, gradient_bytes, num_examples
@@ -35,7 +36,7 @@ from slimstart.errors import CheckpointError, TraceError
 from slimstart.flop_counter import flops as count_flops
 from slimstart.graph import ChannelGraph
 from slimstart.io import checkpoints, training_state
-from slimstart.narrow import Executed, is_pretrained, recalibrate, suit_, trace_verified
+from slimstart.narrow import Change, Executed, is_pretrained, recalibrate, suit_, trace_verified
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.optimizer_state import check_state, held_by, unwrapped
 from slimstart.narrow.state_dicts import ModelState, PartialLoads
@@ -105,6 +106,7 @@ class SparseTraining(Stepping):
 
     _unchanged = "weights and the structure are"
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -124,6 +126,8 @@ class SparseTraining(Stepping):
     ) -> None:
         budget = joined(budget)
         check_count("total_steps", total_steps, optional=True)
+        # Of tensors that were made in inference mode, no gradients can be computed.
+        example_inputs = tree_map_only(Tensor, lambda one: one.clone() if one.is_inference() else one, example_inputs)
         self._given, self.model, self._examples = model, unwrapped_model(model), example_inputs
         check_model(self.model)
         self.policy: Policy = get_policy(policy)
@@ -162,7 +166,11 @@ class SparseTraining(Stepping):
         self._model_state = ModelState(self._networks, self._take_structure)
         self._loads = PartialLoads(self._networks, self._optimizers, self._took_settings)
         self._hooks = StepHooks(
-            self._optimizers, self._before_step, self._structure.end_iteration, self._structure.change_if_due
+            self._optimizers,
+            self._before_step,
+            self._structure.end_iteration,
+            self._structure.change_if_due,
+            self._networks.parameters.values(),
         )
         logger.info("%s", self.graph.summary)
 
@@ -330,6 +338,7 @@ class SparseTraining(Stepping):
         """The other networks of the draw, one after the other; none where no reference is needed."""
         self._structure.transaction.recover()
         if self.needs_reference:
+            self._ready()  # in the first step, the other processes get the weights of the first one here
             yield from self._networks.references.of_draw()
 
     def follow(self, copy: nn.Module) -> None:
@@ -408,13 +417,13 @@ class SparseTraining(Stepping):
 
     @property
     def executed(self) -> Executed:
-        """FLOPs and filters of the next step, padding included."""
+        """FLOPs and filters of the next step on `example_inputs`, padding included."""
         found = self._networks.executed
         return found if self.needs_reference else replace(found, reference_flops=())
 
     @property
     def executed_flops(self) -> int:
-        """FLOPs of one example through the present model, padding included."""
+        """FLOPs of a forward of the present model on `example_inputs`, padding included."""
         return self._networks.executed.flops
 
     @property
@@ -569,16 +578,25 @@ class SparseTraining(Stepping):
 
         Raises:
             CheckpointError: the dict is of another kind, or of another network; nothing is changed then.
+            ProcessGroupError: another process that trains with this one could not load its dict.
         """
+        self._load(lambda: state)
+
+    def _load(self, read: Callable[[], Any]) -> None:
         self._structure.transaction.recover()
         if self._finished:
             raise CheckpointError("this training is finished; make a new SparseTraining to resume another one")
-        with training_state.reporting_misfits():
-            saved = training_state.checked(state, self._networks, self._optimizers, self._model_state)
-            trial = self.policy.start(self._networks.dense_graph.costs, self._budget, self._total_steps)
-            training_state.check_masks(saved, trial.num_masks, self._structure.gradients is None)
-            trial.load_state_dict(saved.policy)
-            change = training_state.prepare(saved, self._networks, self._optimizers)
+
+        def prepare() -> tuple[training_state.Saved, Change]:
+            state = read()
+            with training_state.reporting_misfits():
+                saved = training_state.checked(state, self._networks, self._optimizers, self._model_state)
+                trial = self.policy.start(self._networks.dense_graph.costs, self._budget, self._total_steps)
+                training_state.check_masks(saved, trial.num_masks, self._structure.gradients is None)
+                trial.load_state_dict(saved.policy)
+                return saved, training_state.prepare(saved, self._networks, self._optimizers)
+
+        saved, change = self.process_group.all_or_none(prepare)
         change.call(self.learner.load_state_dict, saved.policy)
         change.call(self._loaded, saved)
         change.call(torch.set_rng_state, saved.random)
@@ -614,7 +632,7 @@ class SparseTraining(Stepping):
         Raises:
             CheckpointError: the file is missing, truncated, of another kind, or of another network.
         """
-        self.load_state_dict(checkpoints.read(path))
+        self._load(lambda: checkpoints.read(path))
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -258,6 +258,17 @@ def test_a_structure_change_that_fails_in_one_process_is_undone_in_all(
     assert first["end"]["shapes"] != first["after"]["shapes"]  # the next attempts have succeeded
 
 
+def test_a_checkpoint_that_fits_in_one_process_only_is_loaded_in_none(
+    differences: Callable[[Any, Any], list[str]],
+) -> None:
+    first, second = in_all(cases.one_cannot_load)
+    assert first.pop("error").startswith("ProcessGroupError: another process could not change its structure")
+    assert second.pop("error") == "CheckpointError: the state dict's masks do not fit the network"
+    assert differences(first, second) == []
+    assert differences(first["before"], first["after"]) == []
+    assert differences(first["after"], first["end"]) != []
+
+
 @pytest.mark.parametrize(
     ("what", "named"),
     [

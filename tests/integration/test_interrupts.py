@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -98,6 +99,7 @@ class Interrupted:
         return self
 
     def run(self, function: Callable[[], Any]) -> bool:
+        gc.collect()  # earlier trainings look at every optimizer's step, which are lines too
         sys.settrace(self)
         try:
             function()

@@ -4,10 +4,13 @@ Every test is a piece of a user's program: validation, averages of weights, clip
 """
 
 import copy
+import gc
 import io
 import logging
 import pickle
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import slimstart
@@ -1022,3 +1026,61 @@ def test_an_optimizer_belongs_to_one_training() -> None:
     SparseTraining(models[0], optimizer, IMAGES[:2], Flops(0.5), policy=QUICK)
     with pytest.raises(ValueError, match="`optimizer` is in a SparseTraining already"):
         SparseTraining(models[1], optimizer, IMAGES[:2], Flops(0.5), policy=QUICK)
+
+
+@POLICIES
+def test_an_optimizer_made_in_mid_training_is_refused(policy: Any) -> None:
+    model, optimizer, sparse = make_training(policy=policy)
+    for _ in steps(sparse, optimizer, 3):
+        pass
+    again = torch.optim.SGD(model.parameters(), lr=0.1)  # a cell of a notebook is run once more
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="another SGD than the SparseTraining was given"):
+        iterate(model, again)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items() if "weight" in key)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    other.step()  # of another model
+    for _ in steps(sparse, optimizer, 1):
+        pass
+    sparse.finish()
+    iterate(model, again)
+
+
+def test_an_optimizer_of_some_layers_that_was_not_given_is_refused() -> None:
+    model = make_model()
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1)
+    rest = torch.optim.SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1)
+    SparseTraining(model, matrices, IMAGES[:2], Flops(0.5), policy=QUICK)
+    loss_fn(model, IMAGES, LABELS).backward()
+    with pytest.raises(RuntimeError, match="give a list of all optimizers"):
+        rest.step()
+
+
+def test_a_training_that_was_dropped_leaves_nothing_behind() -> None:
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    model, optimizer, sparse = make_training(policy=QUICK)
+    iterate(model, optimizer)
+    dropped = [weakref.ref(one) for one in (model, optimizer, sparse)]
+    del model, optimizer, sparse
+    gc.collect()
+    assert [one() for one in dropped] == [None, None, None]
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+@POLICIES
+def test_the_constructor_works_in_inference_mode(policy: Any) -> None:
+    masks = []
+    for context in (nullcontext, torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with context():
+            example = IMAGES[:2].clone()
+            sparse = SparseTraining(model, optimizer, example, Flops(0.5), policy=policy)
+        for _ in steps(sparse, optimizer, 6):
+            pass
+        masks.append((sparse.mask, outputs(sparse.finish())))
+    for mask, output in masks[1:]:
+        assert torch.equal(mask, masks[0][0])
+        assert torch.equal(output, masks[0][1])

@@ -179,7 +179,7 @@ def test_a_new_gradient_with_the_id_of_a_freed_one_is_unused() -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizers = [SGD([parameter], lr=0.1) for parameter in parameters]
     ends: list[object] = []
-    hooks = StepHooks(optimizers, lambda _: None, ends.append, lambda: ends.append("no gradients wait"))
+    hooks = StepHooks(optimizers, lambda _: None, ends.append, lambda: ends.append("no gradients wait"), ())
     for parameter in parameters:
         parameter.grad = torch.ones(2)
     for optimizer in optimizers:

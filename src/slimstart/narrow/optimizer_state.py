@@ -38,9 +38,7 @@ def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
     """
     found: list[Optimizer] = []
     for one in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
-        seen = one
-        while any(isinstance(getattr(seen, name, None), Optimizer) for name in UNWRAPPED):
-            seen = next(inner for name in UNWRAPPED if isinstance(inner := getattr(seen, name, None), Optimizer))
+        seen = innermost(one)
         if not isinstance(seen, Optimizer):
             raise TypeError(
                 f"`optimizer` is a {type(one).__name__}, which is no torch.optim.Optimizer and wraps none; pass the "
@@ -59,6 +57,14 @@ def unwrapped(optimizers: Any) -> tuple[Optimizer, ...]:
             )
         found.append(seen)
     return tuple(found)
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside all wrappers."""
+    for name in UNWRAPPED:
+        if isinstance(inner := getattr(optimizer, name, None), Optimizer):
+            return innermost(inner)
+    return optimizer
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
+
+from slimstart.narrow.optimizer_state import held_by, innermost
 
 FUSED = (SGD, Adam, AdamW)
 
@@ -35,6 +39,7 @@ class StepHooks:
         before_step: called with an optimizer that is about to step and has its gradients; with a closure, after it.
         end_iteration: called when an iteration has ended; with False where gradients still wait for another step.
         no_gradients_wait: called after a step within an iteration that leaves no unused gradients.
+        narrowed: parameters that no other optimizer may update, because its state would not follow their shapes.
 
     Attributes:
         capturing: whether a CUDA graph is being captured. A captured step ends no iteration, and no tensor may be read.
@@ -46,6 +51,7 @@ class StepHooks:
         before_step: Callable[[Optimizer], None],
         end_iteration: Callable[[bool], None],
         no_gradients_wait: Callable[[], None],
+        narrowed: Iterable[Tensor],
     ) -> None:
         self._optimizers = tuple(optimizers)
         self._before_step, self._end_iteration = before_step, end_iteration
@@ -59,6 +65,12 @@ class StepHooks:
             for optimizer in self._optimizers
             for handle in (optimizer.register_step_pre_hook(self._pre), optimizer.register_step_post_hook(self._post))
         ]
+        self._narrowed = set(map(id, narrowed))
+        self._unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # PyTorch keeps hooks on all optimizers for the whole program; this one must not keep the training alive.
+        refuse = weakref.WeakMethod(self._refuse_others)
+        self._handles.append(register_optimizer_step_pre_hook(lambda one, *_: (now := refuse()) and now(one)))
+        weakref.finalize(self, self._handles[-1].remove)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -101,6 +113,17 @@ class StepHooks:
         if len(args) > 1:
             return (args[0], reporting_closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": reporting_closure}
+
+    def _refuse_others(self, optimizer: Optimizer) -> None:
+        if optimizer in self._unrelated or innermost(optimizer) in self._optimizers:
+            return
+        if self._narrowed & held_by([optimizer]):
+            raise RuntimeError(
+                f"another {type(optimizer).__name__} than the SparseTraining was given is about to update its model; "
+                "the structure would not be learned, and the state of this optimizer would not follow it. Use the same "
+                "object throughout, or give a list of all optimizers; to go on with a new one, call `finish` before"
+            )
+        self._unrelated.add(optimizer)
 
     def _is_skipped(self, optimizer: Optimizer) -> bool:
         """Whether a gradient scaler turns the step of a fused optimizer into a no-op, after infinite gradients."""
