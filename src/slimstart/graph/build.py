@@ -43,11 +43,12 @@ def build_graph(constraints: Constraints, model: nn.Module, reasons: Mapping[str
     solver.apply_constraints()
     reshapes = ReshapeSolver(solver)
     reshapes.solve()
-    solver.freeze_unwritten()
+    solver.freeze_unwritten()  # only now: reshapes tie such channels to those of parameters
     sizes = {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
     tensors = {
         (name, dim): axis_presences(constraints, name, dim, sizes[name][dim]) for name, dim in constraints.entries
     }
+    # Not only parameters need a channel: streams, the inputs of operations that cost, and what is normalised over.
     axes = dict.fromkeys(tensors.values())
     for port in (*constraints.reads.values(), *constraints.writes.values()):
         axes[tuple(map(when_carried, port.nodes))] = None
@@ -152,6 +153,7 @@ def _write_graph(
         removable: layers that can go as a whole, and why others cannot.
     """
     constraints, find = solver.constraints, solver.atoms.find
+    # Units of a group have consecutive numbers, so that a group is a range.
     roots = sorted(groups, key=lambda root: (groups[root], root))
     unit_of = {root: unit for unit, root in enumerate(roots)}
     tables = _Tables(solver, unit_of)
@@ -180,7 +182,7 @@ def _write_graph(
     for name, parameter in model.named_parameters():
         cut = dimensions.get(name, {})
         rest = 1
-        for dim, size in enumerate(parameter.shape):
+        for dim, size in enumerate(parameter.shape):  # dimensions that cannot shrink are a constant factor
             rest *= 1 if dim in cut else size
         params[name] = tables.term(rest, cut.values())
     totals = [cost.coefficient * math.prod(map(len, cost.factors)) for _, cost in flops]
@@ -255,6 +257,7 @@ def _ports(tables: _Tables, found: dict[str, PortNodes]) -> dict[str, Port]:
         carried = tables.axis(tuple(map(when_carried, port.nodes)))
         live = tables.axis(tuple(map(when_live, port.nodes)))
         if carried != live:
+            # A side that cannot shrink has no axis of its own, but the port needs one: every entry always exists.
             always = tables.axes.setdefault((-1,) * len(port.nodes), len(tables.axes))
             ports[module] = Port(port.dim, always if carried is None else carried, always if live is None else live)
     return ports

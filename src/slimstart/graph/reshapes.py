@@ -64,6 +64,8 @@ class ReshapeSolver:
                     self.decided[leaf].append(layout)
         for count in constraints.counts:
             self._count(count)
+        # A filter that is frozen may break another layout, so all are checked again until nothing changes. This ends
+        # because frozen filters only grow. Lists, not generators: each pass checks everything.
         while any(
             [self._violated(layout) for layout in constraints.layouts]
             + [self._count_violated(c) for c in constraints.counts]
@@ -102,6 +104,7 @@ class ReshapeSolver:
         if all(value == full(it) for it, value in values.items()):
             return evaluate(expression, full)
         try:
+            # If the dense size has a remainder already, the forward rounds, and no other width can be predicted.
             evaluate(expression, full, exact=True)
             return evaluate(expression, values.__getitem__, exact=True)
         except ArithmeticError:
@@ -190,6 +193,7 @@ class ReshapeSolver:
         candidates.sort(
             key=lambda dim: sum(len({self.solver.exists(when_carried(n)) for n in row}) > 1 for row in rows[dim])
         )
+        # Sizes of other tensors are tied to these channels only if no dimension works without that.
         for tying, dim in itertools.product((False, True), candidates):
 
             def fits(removed: set[int], trial: Counted, dim: int = dim) -> bool:
@@ -250,8 +254,9 @@ class ReshapeSolver:
 
     def _rectangular(self, layout: Layout, removed: set[int], trial: Counted) -> bool:
         """Whether whole hyperplanes along one dimension are removed, and the sizes are right then."""
-        known: dict[int, bool] = {}
-        flat = [known.setdefault(n, self._gone([n], removed)) for n in layout.nodes.reshape(-1).tolist()]
+        nodes = layout.nodes.reshape(-1).tolist()
+        known = {node: self._gone([node], removed) for node in set(nodes)}  # a node is at many places of a layout
+        flat = [known[node] for node in nodes]
         gone = torch.tensor(flat).view(layout.nodes.shape)
         if not bool(gone.any()):
             return self._sizes_fit(layout, None, [], removed, trial)

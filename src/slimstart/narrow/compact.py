@@ -81,6 +81,8 @@ def narrow_copy(
         plain: as for `compact`.
         device: of the copy, if not that of the dense values.
     """
+    # `deepcopy` takes entries of `memo` in place of the originals, so no dense tensor is copied, and shared tensors
+    # remain shared.
     memo: dict[int, object] = {}
     removed = dict(modules_of(selection.graph.removed))
     for name, num_results in removed.items():
@@ -171,6 +173,7 @@ def _side(selection: Selection, port: Port) -> Side | None:
     if torch.equal(carried, live):
         return None
     real = selection.real(port.live) & selection.real(port.carried)
+    # A running count gives each channel its position among those that are there; -1 marks padding.
     positions = [torch.where(real, torch.cumsum(there, 0) - 1, -1) for there in (carried, live)]
     return Side(positions[0][live], positions[1][carried] if selection.padded else None)
 

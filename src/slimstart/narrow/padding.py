@@ -157,6 +157,7 @@ class PaddedNetworks:
         self._mark_real = Moves([self._move(name, self._ones(name, one), one) for name, one in real.items()])
         if len(self.masks) > 1:
             reference = self._reference
+            # The user may have moved the model to another type, as by `model.half()`.
             if reference is None or any(reference.tensor(n).dtype != t.dtype for n, t in narrow.items()):
                 reference = self._reference = self._new_reference()
             self._fill_reference = Moves(
@@ -203,6 +204,7 @@ class PaddingGradients:
         """Register the hooks that are missing: a parameter may have been frozen until now."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self._handles:
+                # After the gradient is accumulated, so that sums over several backward passes are covered too.
                 self._handles[name] = parameter.register_post_accumulate_grad_hook(partial(self._zero_one, name))
 
     def remove(self) -> None:

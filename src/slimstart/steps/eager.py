@@ -68,9 +68,10 @@ def run_step(
                 loss, more = loss_of(loss_fn(network, *batch))
                 reference_losses = [forward_only(loss_fn, net, batch) for net in references]
             found = process_group.average_step(network, [loss, *reference_losses], num_examples)
-            if check is not None:
+            if check is not None:  # before the backward, so that a loss that is not finite changes no weight
                 check(found.losses)
         with reporting():
+            # Data parallel training averages gradients over processes; a process with more examples counts more.
             backward(loss if found.weight == 1 else found.weight * loss, check_norm)
     return as_returned(found.losses[0].detach(), more), found
 
@@ -113,7 +114,7 @@ def check_finite(
     Args:
         step: number of the step, for the message.
         unchanged: subject and verb of what has not been updated, for the message.
-        weights: of the network; the message says if they are not finite.
+        weights: weights of the network; the message says if they are not finite.
         names: names of the first number and of the others.
 
     Raises:
