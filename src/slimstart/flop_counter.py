@@ -6,6 +6,7 @@ normalisation, activations and additions are not, as in the literature.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,12 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = No
     """Attention on the CPU, which PyTorch's counter does not count: two products per head."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
+
+
+def _grouped_product(rows: Any, weights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Rows times the weight of their group (experts), and its gradients, which PyTorch's counter does not count."""
+    each = rows[1:] if len(rows) > len(weights) else rows  # the columns of `weights` are in groups, then
+    return int(2 * math.prod(each) * weights[-1])
 
 
 class Count:
@@ -44,7 +51,10 @@ def counting() -> Iterator[Count]:
     """Count the multiply-adds that run within this context, those of backward passes included."""
     counter = FlopCounterMode(
         display=False,
-        custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention},
+        custom_mapping={
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+            torch.ops.aten._grouped_mm: _grouped_product,
+        },
     )
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused operation that is not counted

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slimstart import TraceError, compact, load, save, shrink_to, trace, verify
+from slimstart import TraceError, compact, flops, load, save, shrink_to, trace, verify
 from slimstart.narrow import kept_norms
 from slimstart.policies import Flops
 from tests.zoo import ZOO, call, shake
@@ -383,3 +383,36 @@ def test_the_mode_belongs_to_the_graph():
     assert not keep.over_channels
     with pytest.raises(ValueError, match="`norms` is 'both'; it must be one of 'keep', 'shrink'"):
         trace(model, inputs, norms="both")
+
+
+class Experts(nn.Module):
+    """A layer of experts, whose products are one operation (Mixtral)."""
+
+    def __init__(self, dim=16, hidden=24, experts=2):
+        super().__init__()
+        self.inp, self.head = nn.Linear(5, dim), nn.Linear(dim, 3)
+        self.up = nn.Parameter(torch.randn(experts, 2 * hidden, dim) / dim**0.5)
+        self.down = nn.Parameter(torch.randn(experts, dim, hidden) / hidden**0.5)
+
+    def forward(self, x):
+        x = self.inp(x)
+        ends = torch.tensor([2, len(x)], dtype=torch.int32)  # the first two rows are for the first expert
+        gate, up = F.grouped_mm(x, self.up.transpose(1, 2), offs=ends).chunk(2, -1)
+        return self.head(x + F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends))
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this PyTorch has no grouped_mm")
+def test_hidden_features_of_experts_go_eight_at_a_time():
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(6, 5)
+    report = verify(model, x, norms="shrink")
+    assert report.max_error < 1e-5  # the operation runs in float32 only
+    graph = report.graph
+    assert [len(group.units) for group in graph.groups] == [2, 3]
+    assert graph.coverage == 1.0
+    # By hand: 6 rows through 5 x 16, 16 x 48, 24 x 16 and 16 x 3; then with 8 channels and 8 hidden features.
+    assert flops(model, x) == 6 * (5 * 16 + 16 * 48 + 24 * 16 + 16 * 3)
+    narrow = compact(model, graph.select(torch.zeros(graph.num_units, dtype=torch.bool)))
+    assert narrow.up.shape == (2, 16, 8)
+    assert narrow.down.shape == (2, 8, 8)
+    assert flops(narrow, x) == 6 * (5 * 8 + 8 * 16 + 8 * 8 + 8 * 3)

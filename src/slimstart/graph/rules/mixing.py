@@ -243,6 +243,20 @@ def batched_product(tracer: Tracer, call: Call) -> None:
     return _product(tracer, first, second, call.result, total)
 
 
+@register_rule("_grouped_mm", "transformers::grouped_mm_fallback")
+def grouped_product(tracer: Tracer, call: Call) -> None:
+    """A layer with several weights, each for some rows: hidden features go from all experts, eight at a time.
+
+    Rows of what it multiplies must be multiples of 16 bytes, which is eight channels in two bytes.
+    """
+    first, second = ("self", "mat2") if "mat2" in call.arguments else ("input", "weight")
+    tensor, weight = call[first], call[second]
+    found = mix(tracer, tensor, 1, weight, (2, 1), call.arguments.get("bias"), call.result)
+    for presences in found or ():
+        tracer.constraints.together += [tuple(presences[i : i + 8]) for i in range(0, len(presences), 8)]
+    return _cost(tracer, tensor.shape[0] * weight.shape[1] * weight.shape[2], *(found or ()))
+
+
 def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, total: int) -> None:
     """Follow (b, m, k) times (b, k, n), both activations: channels that are multiplied are tied.
 
