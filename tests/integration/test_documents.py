@@ -6,6 +6,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from scripts import docs_pages
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("**/*.md"))]
 RECIPES = "docs/recipes.md"
-TRAINERS = ("lightning", "transformers", "accelerate", "timm")  # libraries that the tests do without
+TRAINERS = ("lightning", "transformers", "accelerate", "timm")  # libraries that the default tests do without
 FENCE = re.compile(
     r"^(?P<indent> *)```python(?P<rest>[^\n]*)\n(?P<code>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
 )
@@ -69,7 +70,14 @@ def recipes() -> dict[str, tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("heading", recipes())
+def marked(heading: str) -> Any:
+    """A recipe, as a slow test if it needs a library that `make trainers` installs."""
+    _, code = recipes()[heading]
+    needs = any(re.search(rf"^(import|from) {name}\b", code, re.MULTILINE) for name in TRAINERS)
+    return pytest.param(heading, marks=pytest.mark.slow if needs else ())
+
+
+@pytest.mark.parametrize("heading", map(marked, recipes()))
 def test_every_recipe_runs_by_itself(heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each needs the first block of the page, and no other recipe."""
     monkeypatch.chdir(tmp_path)
