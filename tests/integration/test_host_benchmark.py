@@ -71,6 +71,7 @@ def test_bytes_are_counted_while_tensors_live() -> None:
         assert counted.now == 2 * 400, "the weight and its gradient"
 
 
+@pytest.mark.slow
 def test_a_row_that_runs_out_of_memory_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_largest_tensors_are_listed(monkeypatch: pytest.MonkeyPatch) -> None
     assert benchmark.taken(torch.device("cpu")) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
 def test_the_networks_of_the_benchmark_fit_within_the_limit(policy: str) -> None:
     limit = 5 * 2**30
