@@ -25,7 +25,7 @@ from torch.optim import (
 
 import slimstart
 from slimstart.io.training_state import dense_state
-from slimstart.narrow import Change, Networks
+from slimstart.narrow import Networks
 from slimstart.policies import EqualWorthSearch
 from tests import network_reference as reference
 from tests.zoo import shake
@@ -122,9 +122,7 @@ class NarrowRun:
 
     def start(self):
         self.networks = Networks(self.model, [self.optimizer], self.graph)
-        ports = Change()
-        self.networks.open_ports(ports)
-        ports.apply()
+        self.networks.open_ports()
 
     def window(self, mask, numbers, after_step=lambda: None):
         self.networks.prepare(mask[None]).apply()

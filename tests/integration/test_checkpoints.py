@@ -1158,6 +1158,16 @@ def test_a_module_is_not_shrunk_to_tensors_of_other_kinds(kind: str) -> None:
     assert counted(model) == before
 
 
+def test_copies_whose_layers_need_no_ports_are_saved_and_loaded(tmp_path: Path) -> None:
+    sparse = advanced()
+    assert any(name.endswith("stream_read") for name, _ in sparse.model.named_buffers())
+    copied, x = sparse.dense_copy().eval(), batches(1)[0][0]
+    slimstart.save(copied, tmp_path / "network")
+    loaded = slimstart.load(tmp_path / "network", Residual).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(x), copied(x))
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_finished_network_with_ports_refuses_weights_of_other_channels(padded: bool) -> None:
     """Residual writes two layers into one stream; with equal widths, only the positions in the stream differ."""

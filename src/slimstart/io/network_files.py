@@ -67,7 +67,7 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     structure = {
         "format": _FORMAT,
         "sha256": hashlib.sha256(blob).hexdigest(),
-        "dense": {name: list(shape) for name, shape in record.dense.items() if name not in own},
+        "dense": {name: list(shape) for name, shape in record.dense.items()},
         "attributes": [[m, a, int(read_count(network.get_submodule(m), a))] for m, a in record.counted],
         "ports": {
             name: {
@@ -112,6 +112,8 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
     from safetensors.torch import load as from_bytes
 
     network = model_factory()
+    if not isinstance(network, nn.Module):
+        raise CheckpointError(f"`model_factory` returned a {type(network).__name__}; it must build the dense network")
     blob, structure = _read(path, [tensor.shape for tensor in tensor_names(network).values()])
     try:
         _rebuild(network, from_bytes(blob), structure)

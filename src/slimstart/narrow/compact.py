@@ -17,7 +17,7 @@ from slimstart.graph import ChannelGraph, Port, Selection
 from slimstart.narrow.counts import write_count
 from slimstart.narrow.kept_norms import over_kept_channels
 from slimstart.narrow.removed_layers import PassThrough, modules_of, replacement
-from slimstart.narrow.stream_ports import Dims, Side, close_port, open_port, set_port
+from slimstart.narrow.stream_ports import BUFFERS, Dims, Side, close_port, open_port, set_port
 
 RECORD = "_slimstart_record"
 """The attribute in which a narrow module has its `Record`, for `slimstart.save`."""
@@ -88,7 +88,7 @@ def narrow_copy(
     for name, num_results in removed.items():
         gone = model.get_submodule(name)
         memo[id(gone)] = replacement(gone, num_results)
-    tensors = {n: t for n, t in tensor_names(model).items() if not any(one.has(n) for one in selection.graph.removed)}
+    tensors = tensor_names(model)
     for name in selection.graph.tensors:
         narrow = narrow_tensor(selection, name, dense[name].detach(), plain).to(device or dense[name].device)
         is_parameter = isinstance(tensors[name], nn.Parameter)
@@ -96,16 +96,31 @@ def narrow_copy(
     module = copy.deepcopy(model, memo)
     for owner, attribute, value in attribute_values(selection, plain):
         write_count(module.get_submodule(owner), attribute, value)
-    shapes = {
-        name: tuple(dense[name].shape if name in selection.graph.tensors else t.shape) for name, t in tensors.items()
-    }
-    vars(module)[RECORD] = Record(tuple(selection.graph.attributes), shapes, removed)
+    vars(module)[RECORD] = record_of(selection.graph, tensors, dense)
     for name in ports_in(selection.graph):
-        layer = module.get_submodule(name)
-        open_port(layer)
-        if plain or not point_port(layer, name, selection):
+        layer, sides = module.get_submodule(name), port_sides(name, selection)
+        if plain or sides[:2] == (None, None):
             close_port(layer)
+        else:
+            open_port(layer)
+            set_port(layer, *sides)
     return module
+
+
+def record_of(graph: ChannelGraph, tensors: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> Record:
+    """The record of a narrow module.
+
+    Args:
+        graph: graph of the module.
+        tensors: tensors of the module by name, of any width, with or without those of ports.
+        dense: dense values by name, of every tensor that can shrink.
+    """
+    shapes = {
+        name: tuple(dense.get(name, tensor).shape)
+        for name, tensor in tensors.items()
+        if name.rpartition(".")[2] not in BUFFERS and not any(layer.has(name) for layer in graph.removed)
+    }
+    return Record(tuple(graph.attributes), shapes, dict(modules_of(graph.removed)))
 
 
 def narrow_tensor(selection: Selection, name: str, dense: Tensor, plain: bool = False) -> Tensor:
@@ -147,24 +162,16 @@ def ports_in(graph: ChannelGraph) -> list[str]:
     return list(dict.fromkeys([*graph.reads, *graph.writes]))
 
 
-def point_port(layer: nn.Module, name: str, selection: Selection) -> bool:
-    """Set a layer's port to what the selection keeps; returns whether it is needed."""
-    sides, width, dims = port_sides(name, selection)
-    set_port(layer, sides[0], sides[1], width, dims)
-    return any(side is not None for side in sides)
-
-
-def port_sides(name: str, selection: Selection) -> tuple[list[Side | None], int, Dims]:
-    """The parts of streams that a layer reads and writes, the width of the one it writes, and the dimensions."""
-    graph, dims = selection.graph, [0, 0]
-    sides: list[Side | None] = [None, None]
-    width = 0
-    for side, ports in enumerate((graph.reads, graph.writes)):
-        if name in ports:
-            port = ports[name]
-            dims[side], width = port.dim, selection.count(port.carried)
-            sides[side] = _side(selection, port)
-    return sides, width, (dims[0], dims[1])
+def port_sides(name: str, selection: Selection) -> tuple[Side | None, Side | None, int, Dims]:
+    """Arguments of `set_port`: what a layer reads and writes, the width of the stream it writes, and the dimensions."""
+    read, write = selection.graph.reads.get(name), selection.graph.writes.get(name)
+    last = write or read
+    return (
+        None if read is None else _side(selection, read),
+        None if write is None else _side(selection, write),
+        0 if last is None else selection.count(last.carried),
+        (0 if read is None else read.dim, 0 if write is None else write.dim),
+    )
 
 
 def _side(selection: Selection, port: Port) -> Side | None:

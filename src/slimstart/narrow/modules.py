@@ -13,10 +13,10 @@ from slimstart.graph import ChannelGraph, Selection
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import (
     RECORD,
-    Record,
     attribute_values,
     port_sides,
     ports_in,
+    record_of,
     tensor_names,
     tensor_places,
 )
@@ -95,12 +95,20 @@ class Network:
         for name in selection.graph.tensors:
             store.write(Key(name), selection, self.tensor(name).detach())
 
-    def fill(self, change: Change, store: Store, selection: Selection, device: torch.device, in_place: bool) -> None:
-        """Add to a change: become the network of a selection, with the values of a store."""
+    def fill(
+        self,
+        change: Change,
+        store: Store,
+        selection: Selection,
+        device: torch.device,
+        in_place: bool,
+        plain: bool = False,
+    ) -> None:
+        """Add to a change: become the network of a selection, with the values of a store; `plain` as for `compact`."""
         assign = change.copy if in_place else change.swap
         for name in selection.graph.tensors:
-            assign(self.tensor(name), store.read(Key(name), selection, device))
-        for owner, attribute, value in attribute_values(selection):
+            assign(self.tensor(name), store.read(Key(name), selection, device, plain))
+        for owner, attribute, value in attribute_values(selection, plain):
             change.call(write_count, self._modules[owner], attribute, value)
         self._place_layers(change, selection.graph, device)
         if not in_place:
@@ -108,26 +116,14 @@ class Network:
 
     def finish(self, change: Change, store: Store, selection: Selection, device: torch.device, plain: bool) -> None:
         """Add to a change: become the network of a selection without unneeded ports, or with `plain` without any."""
-        for name in selection.graph.tensors:
-            change.swap(self.tensor(name), store.read(Key(name), selection, device, plain))
-        for owner, attribute, value in attribute_values(selection, plain):
-            change.call(write_count, self._modules[owner], attribute, value)
-        change.call(self._renew_dicts)
+        self.fill(change, store, selection, device, in_place=False, plain=plain)
         for name in ports_in(selection.graph):
-            layer = self.ports[name]
-            sides, width, dims = port_sides(name, selection)
-            if plain or all(side is None for side in sides):
-                change.call(close_port, layer)
+            sides = port_sides(name, selection)
+            if plain or sides[:2] == (None, None):
+                change.call(close_port, self.ports[name])
             else:
-                change.call(set_port, layer, sides[0], sides[1], width, dims)
-        dense, removed = store.tensors, selection.graph.removed
-        shapes = {name: tuple(dense.get(name, t).shape) for name, t in tensor_names(self.module).items()}
-        shapes = {
-            name: shape
-            for name, shape in shapes.items()
-            if ".stream_" not in f".{name}" and not any(layer.has(name) for layer in removed)
-        }
-        record = Record(tuple(selection.graph.attributes), shapes, dict(modules_of(removed)))
+                change.call(set_port, self.ports[name], *sides)
+        record = record_of(selection.graph, tensor_names(self.module), store.tensors)
         change.put(vars(self.module), RECORD, record)
 
     def _renew_dicts(self) -> None:
@@ -166,9 +162,7 @@ class Network:
     def point_ports(self, change: Change, selection: Selection) -> None:
         """Add to a change: set the ports of layers on streams to what a selection keeps."""
         for name in ports_in(selection.graph):
-            layer = self.ports[name]
-            sides, width, dims = port_sides(name, selection)
-            change.call(set_port, layer, sides[0], sides[1], width, dims)
+            change.call(set_port, self.ports[name], *port_sides(name, selection))
 
 
 class _Place(NamedTuple):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -63,6 +62,7 @@ class Networks:
         version: increases whenever tensors of the model get other storages, so that captured steps are invalid.
         followers: copies of the model that change with it, each with its own dense tensors.
         references: the networks of the other masks.
+        padding: hooks that set the gradients of padding to zero.
     """
 
     masks: Tensor
@@ -86,7 +86,7 @@ class Networks:
         self.followers: list[tuple[Network, Store]] = []
         self._selection: Selection | None = None
         self._padded: PaddedNetworks | None = None
-        self._padding = PaddingGradients(self._network.parameters)
+        self.padding = PaddingGradients(self._network.parameters)
         self._buffers = FixedBuffers(self._network)
         self.references = References(self, self._buffers)
         self._units: dict[int, Tensor] = {}  # along axes that were asked for
@@ -350,7 +350,7 @@ class Networks:
         }
         if in_place:
             self.on_device.become(change, placed.masks, positions)
-            for name, mine in self._padding.real.items():
+            for name, mine in self.padding.real.items():
                 change.copy(mine, real[name])
             return
         padded = PaddedNetworks(
@@ -358,9 +358,9 @@ class Networks:
         )
         change.set(self, "_padded", padded)
         change.set(self, "masks", padded.masks)
-        change.set(self._padding, "real", real)
+        change.set(self.padding, "real", real)
         padded.set_ports(change, self._network, positions.ports[0])
-        change.call(self._padding.register)
+        change.call(self.padding.register)
 
     def _move_fixed(self, change: Change, device: torch.device) -> None:
         """Move what cannot shrink, and so is not in the store, to the device of the narrow network."""
@@ -377,10 +377,10 @@ class Networks:
         self._network.clear_gradients()
         torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
 
-    def open_ports(self, change: Change) -> None:
-        """Add to a change: layers on streams get their ports."""
+    def open_ports(self) -> None:
+        """Give layers on streams their ports, before the first change."""
         for layer in self._network.ports.values():
-            change.call(open_port, layer)
+            open_port(layer)
 
     @torch.no_grad()
     def follower_stores(self) -> Iterator[Store]:
@@ -434,12 +434,12 @@ class Networks:
             network.write(own, self.selection)
         for network, own in ((self._network, self.store), *self.followers):
             network.finish(change, own, selection, self.device, plain)
-        change.call(self._padding.remove)
+        change.call(self.padding.remove)
         change.call(self._clear_gradients)
         change.set(self, "_padded", None)
         change.set(self, "_planner", None)
         change.set(self, "_selection", selection)
-        change.set(self._padding, "real", {})
+        change.set(self.padding, "real", {})
         change.set(self, "version", self.version + 1)
         change.call(self.references.release)
         change.call(self._buffers.clear)
@@ -449,8 +449,8 @@ class Networks:
 
     def refresh(self) -> None:
         """Let moves on the device know the present tensors: those of optimizer state after the first step, say."""
-        self._padding.register()
-        self.version += self.on_device.make_tables(self._entries(), self._padding.real)
+        self.padding.register()
+        self.version += self.on_device.make_tables(self._entries(), self.padding.real)
 
     def tensors_replaced(self) -> None:
         """Note that the optimizers have been given other tensors."""
@@ -458,15 +458,7 @@ class Networks:
         if self._padded is not None:
             self._padded.forget_tables()
 
-    def without_hooks(self) -> AbstractContextManager[None]:
-        """Leave gradients of padding as they are within this context; `zero_padding` is called afterwards."""
-        return self._padding.without_hooks()
-
     @property
     def static_references(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
         """The references of a captured step, each with the function that fills it first."""
         return self.references.static
-
-    def zero_padding(self) -> None:
-        """Set the gradients of all padding to zero."""
-        self._padding.zero()

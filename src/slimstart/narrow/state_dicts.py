@@ -71,7 +71,7 @@ class ModelState:
         if self._networks.selection.padded:
             self._networks.flush()
             for name in ports_in(selection.graph):
-                state_dict._metadata[prefix + name][PORT] = positions(*port_sides(name, selection)[0])  # type: ignore[attr-defined]
+                state_dict._metadata[prefix + name][PORT] = positions(*port_sides(name, selection)[:2])  # type: ignore[attr-defined]
             for key, name in self.names.items():
                 if prefix + key in state_dict:
                     exact = self._networks.store.read(Key(name), selection, self._networks.device)

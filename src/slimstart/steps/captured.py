@@ -8,7 +8,6 @@ kernels when those first run, which is not possible during a capture. The effect
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from slimstart.kernels import Move, Moves
 from slimstart.narrow.change import swap_
+from slimstart.narrow.padding import PaddingGradients
 from slimstart.steps import fusion
 from slimstart.steps.cuda_graph import Pool, capture
 from slimstart.steps.eager import NOTHING, Backward, LossFunction, as_returned, loss_of
@@ -44,11 +44,9 @@ class Subject(Protocol):
     def static_references(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
         """Reference networks, each with the function that fills it before its forward."""
 
-    def without_hooks(self) -> AbstractContextManager[None]:
-        """Context in which gradients of padding are not zeroed one by one."""
-
-    def zero_padding(self) -> None:
-        """Zero the gradients of padding."""
+    @property
+    def padding(self) -> PaddingGradients:
+        """Hooks that set the gradients of padding to zero."""
 
 
 @dataclass
@@ -205,9 +203,9 @@ class CapturedStep:
         shared.found_inf.copy_(~shared.ok)
         # A gradient scaler looks at gradients instead: a division by zero makes them infinite, and it skips the step.
         loss = self._loss if backward.scaler is None else self._loss / (1 - shared.found_inf)
-        with shared.subject.without_hooks():
+        with shared.subject.padding.without_hooks():
             backward.gradients(loss)
-        shared.subject.zero_padding()
+        shared.subject.padding.zero()
         optimizer: Any = backward.optimizer
         if backward.scaler is None:
             optimizer.found_inf = shared.found_inf

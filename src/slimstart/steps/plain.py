@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from slimstart.distributed.process_group import num_examples, process_group
+from slimstart.narrow.padding import PaddingGradients
 from slimstart.steps.eager import Backward, LossFunction, run_step
 from slimstart.steps.engine import Stepping, choose
 from slimstart.steps.graphs import Steps
@@ -92,7 +92,7 @@ class _Subject:
     static_references: Sequence[tuple[Callable[[], None], nn.Module]] = ()
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.version = module, 0
+        self.module, self.version, self.padding = module, 0, PaddingGradients({})
 
     def exchanged(self, optimizer: Optimizer) -> None:
         """Hook for an optimizer that has loaded a state dict: its tensors are new, its settings those of the dict."""
@@ -102,10 +102,3 @@ class _Subject:
     @property
     def statistics(self) -> Sequence[Tensor]:
         return [buffer for m in self.module.modules() if isinstance(m, _NormBase) for buffer in m.buffers()]
-
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
-        yield
-
-    def zero_padding(self) -> None:
-        pass

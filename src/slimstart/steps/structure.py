@@ -195,9 +195,7 @@ class Structure:
             lambda: networks.prepare(draw.masks, keep_probs, draw.look, removed=removed)
         )
         if not networks.version:
-            ports = Change()
-            networks.open_ports(ports)
-            ports.apply()
+            networks.open_ports()
         self._warn_of_copies()
         self.commit(change, progress)
 
