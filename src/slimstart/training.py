@@ -196,7 +196,7 @@ class SparseTraining(Stepping):
                 returns the same. In Algorithm 1 it is called for two networks on the same batch. In CUDA graphs it runs
                 only while a step is captured: what may change from step to step must be a tensor in the batch.
             count: number of examples that the loss is a mean over, where processes may have different numbers; by
-                default, the length of the first tensor in the batch.
+                default, the length of the first tensor or list in the batch, which may be in a dict or a dataclass.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite, or, in eager steps with `max_grad_norm`, the norm of the

@@ -76,6 +76,7 @@ def test_a_model_with_losses_in_training_and_predictions_in_evaluation(policy: A
     sparse = SparseTraining(model, optimizer, (images[:2], targets[:2]), Flops(0.4), policy=policy, total_steps=40)
     first = [float(sum(sparse.step(detection_loss, *scene)[1].values())) for scene in scenes(40)]
     assert sum(first[-5:]) < 0.7 * sum(first[:5])
+    assert sparse.num_examples == len(images)
     model.eval()
     assert isinstance(model(images), list)  # in the middle of the training
     data = scenes(3)
@@ -256,6 +257,7 @@ def test_batches_of_any_kind_and_length(kind: str, policy: Any, differences: Dif
         start = sparse.mask
         for batch in sentences(8):
             sparse.step(loss_fn, *convert(batch))
+            assert sparse.num_examples == len(batch.labels)
         assert not torch.equal(sparse.mask, start)
         data = [convert(batch) for batch in sentences(3)]
         return dict(sparse.finish(data, loss_fn, num_samples=3).state_dict())

@@ -10,7 +10,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -238,9 +238,19 @@ def running_statistics(net: nn.Module, training: bool = True) -> list[Tensor]:
     return [t for m in norms for t in (m.running_mean, m.running_var) if t is not None]
 
 
-def num_examples(batch: Sequence[Any]) -> int:
-    """The length of the first tensor in a batch."""
-    return next((len(one) for one in batch if isinstance(one, Tensor) and one.dim() > 0), 1)
+def num_examples(batch: Iterable[Any]) -> int:
+    """The length of the first tensor or list in a batch, which may be in a dict or a dataclass; 1 if there is none."""
+    return next(_lengths(batch), 1)
+
+
+def _lengths(parts: Iterable[Any]) -> Iterator[int]:
+    for part in parts:
+        if isinstance(part, list) or (isinstance(part, Tensor) and part.dim() > 0):
+            yield len(part)
+        elif isinstance(part, Mapping):
+            yield from _lengths(part.values())
+        elif is_dataclass(part):
+            yield from _lengths(vars(part).values())
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
