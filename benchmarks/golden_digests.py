@@ -1,7 +1,7 @@
 """Digests of eight short trainings, to show that a change of the code leaves every result bit-identical.
 
 Each configuration trains a tiny network on the CPU with fixed seeds through at least three changes of structure. The
-result is brought into one canonical form, which does not depend on how the library stores it: dense weights and
+result is brought into one form that does not depend on how the library stores it: dense weights and
 normalisation statistics by their name in the dense `state_dict`, optimizer state by dense parameter name, the mask, the
 keep-probabilities, the number of steps, and the losses, masks and keep-probabilities of every step.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import os
 import sys
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import slimstart
+from slimstart.distributed import data_parallel
 
 Batch = tuple[Tensor, Tensor]
 Canonical = dict[str, dict[str, Tensor]]  # part -> name -> tensor
@@ -52,7 +52,7 @@ class Configuration:
     """One training.
 
     Attributes:
-        total_steps: length of the training that the policy is told, at least `num_steps`.
+        total_steps: length of the training for the policy, at least `num_steps`.
         by_hand: write the loop with backward and `optimizer.step`; otherwise call `sparse.step`.
         save_after: number of steps after which the training is saved, and loaded into a fresh one that goes on.
     """
@@ -107,63 +107,23 @@ CONFIGURATIONS = (
 )  # fmt: skip
 
 
-# --- the two APIs: all that differs between them ---------------------------------------------------------------------
+# --- all that depends on the API -------------------------------------------------------------------------------------
 
 
-class NetTraining:
-    """API in which the narrow network is `sparse.net`, and `model` keeps the dense weights."""
-
-    def __init__(self, settings: Configuration, model: nn.Module, optimizer: Optimizer, example: Tensor) -> None:
-        options: dict[str, Any] = {}
-        if settings.policy == "paper":
-            options = {"structure_lr": settings.structure_lr, "seed": POLICY_SEED}
-        if settings.num_ranks > 1:
-            options["wrap"] = importlib.import_module("slimstart.integrations").data_parallel
-        self.optimizer = optimizer
-        self.sparse = slimstart.SparseTraining(
-            model,
-            optimizer,
-            example,
-            settings.budget,
-            total_steps=settings.total_steps,
-            policy=settings.policy,
-            coupling=settings.coupling,
-            resample_every=settings.resample_every,
-            full_model_device=settings.full_model_device,
-            **options,
-        )
-
-    def step_by_hand(self, batch: Batch) -> Tensor:
-        loss, reference_loss = loss_fn(self.sparse.net, *batch), None
-        if self.sparse.needs_reference:
-            with torch.no_grad():
-                reference_loss = loss_fn(self.sparse.reference, *batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.sparse.update(loss, reference_loss)
-        return loss.detach()
-
-    def optimizer_state(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """{index of a parameter in the optimizer: its dense state}, from the `state_dict` of the training."""
-        return state["optimizer"]["state"]
-
-
-class ModelTraining:
-    """API in which `model` is the narrow network, and policies are objects."""
+class Training:
+    """A training, as the present API makes it."""
 
     def __init__(self, settings: Configuration, model: nn.Module, optimizer: Optimizer, example: Tensor) -> None:
-        policies = importlib.import_module("slimstart.policies")
         self._compares_losses = settings.policy == "paper"
         if self._compares_losses:
-            policy = policies.Paper(
+            policy = slimstart.Paper(
                 structure_lr=settings.structure_lr,
                 resample_every=settings.resample_every,
                 seed=POLICY_SEED,
                 search_steps=settings.total_steps,
             )
         else:
-            policy = policies.EqualWorth(resample_every=settings.resample_every)
+            policy = slimstart.EqualWorth(resample_every=settings.resample_every)
         self.optimizer = optimizer
         self.sparse = slimstart.SparseTraining(
             model,
@@ -177,7 +137,7 @@ class ModelTraining:
         )
         self.model = model
         if settings.num_ranks > 1:
-            self.model = importlib.import_module("slimstart.distributed").data_parallel(model)
+            self.model = data_parallel(model)
 
     def step_by_hand(self, batch: Batch) -> Tensor:
         loss, reference_loss = loss_fn(self.model, *batch), None
@@ -194,15 +154,6 @@ class ModelTraining:
     def optimizer_state(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """{index of a parameter in the optimizer: its dense state}, from the `state_dict` of the training."""
         return state["optimizers"][0]["state"]
-
-
-def training_class() -> type[NetTraining] | type[ModelTraining]:
-    """The class for the version of slimstart that is imported."""
-    try:
-        policies = importlib.import_module("slimstart.policies")
-    except ModuleNotFoundError:
-        return NetTraining
-    return ModelTraining if hasattr(policies, "Paper") else NetTraining
 
 
 # --- networks and data -----------------------------------------------------------------------------------------------
@@ -301,7 +252,7 @@ class Run:
         self._statistic_names = sorted(model.state_dict().keys() - names.values())
         example = torch.zeros(2, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=settings.dtype)
         self._by_hand = settings.by_hand
-        self.training = training_class()(settings, model, optimizer, example)
+        self.training = Training(settings, model, optimizer, example)
         self.losses: list[float] = []
         self.masks = [self.training.sparse.mask.clone()]
         self.keep_probs = [self.training.sparse.keep_probs.clone()]
@@ -501,10 +452,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = tuple(CONFIGURATIONS[number - 1] for number in given.only)
 
     prepare()
-    print(f"slimstart in {Path(slimstart.__file__).parent}, {training_class().__name__}")
+    print(f"slimstart in {Path(slimstart.__file__).parent}")
     results: dict[str, Canonical] = {}
     record: dict[str, Any] = {
-        "api": training_class().__name__,
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "num_configurations": len(CONFIGURATIONS),
