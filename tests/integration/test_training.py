@@ -579,7 +579,7 @@ def test_parameters_outside_the_optimizer_do_not_change() -> None:
 
 def test_an_optimizer_whose_state_cannot_follow_is_refused_by_key() -> None:
     """Adafactor keeps one number per row and per column, which has no channels to follow."""
-    with pytest.raises(slimstart.OptimizerStateError, match=r"Adafactor keeps 'row_var' for features\.0\.weight"):
+    with pytest.raises(slimstart.OptimizerStateError, match=r"Adafactor keeps 'row_var' for features\.6\.weight"):
         start(make_optimizer=lambda m: torch.optim.Adafactor(m.parameters()))
 
 
