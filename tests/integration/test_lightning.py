@@ -1,5 +1,6 @@
 """Slimming, the callback for Lightning, in real trainings."""
 
+import copy
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ lightning = pytest.importorskip("lightning", reason="lightning is not installed"
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging  # noqa: E402
 
 from slimstart.integrations.lightning import Slimming, load_from_checkpoint  # noqa: E402
+from tests.integration.test_tasks import Detector, scenes  # noqa: E402
 from tests.lightning_tasks import SEARCHING, STEPS, Task, loader, trainer  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -278,6 +280,48 @@ def test_two_networks_with_an_optimizer_each(tmp_path: Path) -> None:
     assert task.maker[0].out_features <= 16
     assert task.judge[0].out_features <= 16
     assert len({one.state_key for one in both}) == 2
+
+
+def test_a_teacher_next_to_the_network(tmp_path: Path, differences: Differences) -> None:
+    class Distillation(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.student.parameters(), lr=0.1)
+
+        def training_step(self, batch: Tensor, number: int) -> Tensor:
+            return F.mse_loss(self.student(batch), self.teacher(batch))
+
+    task = Distillation()
+    teacher = copy.deepcopy(task.teacher.state_dict())
+    data = torch.utils.data.DataLoader(torch.randn(80, 8), batch_size=8)
+    trainer(tmp_path, slimming=Slimming(Flops(0.5), SEARCHING, module="student")).fit(task, data)
+    assert task.student[0].out_features <= 16
+    assert differences(dict(task.teacher.state_dict()), dict(teacher)) == []
+
+
+def test_a_detector_that_takes_lists(tmp_path: Path) -> None:
+    """The first call of the network has lists of images, which are not cut along their channels."""
+
+    class Detection(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Detector()
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            return torch.stack(list(self.net(*batch).values())).sum()
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("best", max(float(one["scores"].max()) for one in self.net(batch[0])), batch_size=6)
+
+    task, run = Detection(), trainer(tmp_path)
+    data = torch.utils.data.DataLoader(scenes(STEPS), batch_size=None)  # type: ignore[arg-type]
+    run.fit(task, data, data)
+    assert flops(task.net.eval(), (scenes(1)[0][0],)) <= 0.25 * flops(Detector().eval(), (scenes(1)[0][0],))
+    assert 0 < float(run.callback_metrics["best"]) <= 1
 
 
 def test_two_optimizers_of_one_network(tmp_path: Path) -> None:

@@ -78,13 +78,20 @@ def _inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _two_examples(inputs: Any) -> Any:
-    """The first two examples of a batch: of all tensors that have as many entries as the first one."""
+    """The first two examples of a batch: of all tensors that have as many entries as the first one.
+
+    With lists it is the whole batch: their entries may be examples (a detector's images) or parts of all examples.
+    """
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     size = len(tensors[0]) if tensors else 0
+    parts = tree_leaves(inputs, is_leaf=lambda part: isinstance(part, list))
+    whole = any(isinstance(part, list) for part in parts)
 
     def cut(leaf: Any) -> Any:
-        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size
-        return leaf[:2].detach().clone() if has_batch else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        has_batch = leaf.dim() > 0 and len(leaf) == size and not whole
+        return (leaf[:2] if has_batch else leaf).detach().clone()
 
     return tree_map(cut, inputs)
 
