@@ -47,7 +47,7 @@ class Networks:
     """The user's model as the network of a draw, with the optimizer state that belongs to it, and its references.
 
     Args:
-        model: dense; narrow from the first change on.
+        model: network that is trained; dense, and narrow from the first change on.
         optimizers: over its parameters.
         graph: channel graph of the model.
         planner: chooses spare capacity; None for networks exactly as wide as their mask.
@@ -98,11 +98,6 @@ class Networks:
     def device(self) -> torch.device:
         """The device of the narrow networks."""
         return self._device or next(self.model.parameters()).device
-
-    @property
-    def module(self) -> nn.Module:
-        """The network that is trained."""
-        return self.model
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

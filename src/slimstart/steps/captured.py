@@ -33,7 +33,7 @@ class Subject(Protocol):
         """A number that changes whenever tensors are replaced by others."""
 
     @property
-    def module(self) -> nn.Module:
+    def model(self) -> nn.Module:
         """The network."""
 
     @property
@@ -135,9 +135,9 @@ class CapturedStep:
         self._backups.gather_(self._positions)
         self._backups.scatter_(torch.full_like(self._positions, -1))  # writes nothing, but compiles its kernel
         main, side = (pool.handle for pool in pools)
-        run = self._warmed_up(subject.module, loss_fn, batch)
+        run = self._warmed_up(subject.model, loss_fn, batch)
         shared.backward.optimizer.zero_grad(set_to_none=True)  # the capture allocates gradients in its own pool
-        for parameter in subject.module.parameters():
+        for parameter in subject.model.parameters():
             # A loss that the user keeps from an eager step keeps gradient accumulators alive, and these run on the
             # stream on which they were created. The swap drops them, so that the capture creates them on its own.
             if parameter.requires_grad:

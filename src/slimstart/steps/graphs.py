@@ -70,7 +70,7 @@ class Steps:
         self._met: OrderedDict[Any, None] = OrderedDict()  # kinds that have run eagerly, for any shapes of the network
         self._kinds: OrderedDict[Any, CapturedStep | _Failed | None] = OrderedDict()  # kinds with the present shapes
         self._num_new_kinds = 0
-        self._modules, self._parameters = _walk(subject.module)
+        self._modules, self._parameters = _walk(subject.model)
         self._version, self._addresses = -1, [0]
         self.reason: str | None = None
         self.num_captures = 0
@@ -84,7 +84,7 @@ class Steps:
                 self._renew_pools()
             self._version = self._subject.version
             # Not at every step: a walk over the modules can take longer than a small network's forward.
-            self._modules, self._parameters = _walk(self._subject.module)
+            self._modules, self._parameters = _walk(self._subject.model)
             self._addresses = [p.data_ptr() for p in self._parameters]
         leaves, tree = tree_flatten(list(batch))
         if any(isinstance(leaf, Tensor) and leaf.device != self._device for leaf in leaves):

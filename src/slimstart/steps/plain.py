@@ -91,8 +91,8 @@ class _Subject:
 
     static_references: Sequence[tuple[Callable[[], None], nn.Module]] = ()
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.version, self.padding = module, 0, PaddingGradients({})
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.version, self.padding = model, 0, PaddingGradients({})
 
     def exchanged(self, optimizer: Optimizer) -> None:
         """Hook for an optimizer that has loaded a state dict: its tensors are new, its settings those of the dict."""
@@ -101,4 +101,4 @@ class _Subject:
 
     @property
     def statistics(self) -> Sequence[Tensor]:
-        return [buffer for m in self.module.modules() if isinstance(m, _NormBase) for buffer in m.buffers()]
+        return [buffer for m in self.model.modules() if isinstance(m, _NormBase) for buffer in m.buffers()]
