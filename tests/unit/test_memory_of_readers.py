@@ -205,6 +205,19 @@ def test_pickles_in_a_checkpoint(name: str, tmp_path: Path) -> None:
     check(found, "CheckpointError", "holds more than tensors and plain values")
 
 
+def test_data_that_is_shorter_than_the_pickle_says(tmp_path: Path) -> None:
+    """CVE-2026-24747: before 2.10, PyTorch reads memory beyond it."""
+    tensor = (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(%bK\x00K\x10\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR."
+    )
+    write_pickle(tmp_path / "file.pt", tensor % STORAGE)
+    assert checkpoints.read(tmp_path / "file.pt").shape == (16,)  # type: ignore[attr-defined]
+    for wrong in (STORAGE.replace(b"K\x10", b"K\x11"), STORAGE.replace(b"Float", b"Double")):
+        write_pickle(tmp_path / "file.pt", tensor % wrong)
+        found = measure(checkpoints.read, tmp_path / "file.pt")
+        check(found, "CheckpointError", "holds more than tensors and plain values")
+
+
 def test_plain_values_and_tensors_are_read(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     kinds = (
         torch.float16,

@@ -74,9 +74,9 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         with open_to_read(path) as file:
             _check_checksum(file)
-            _check_sizes(file)
+            sizes = _check_sizes(file)
             file.seek(0)
-            plain_pickles.check_tensors(torch._C.PyTorchFileReader(file).get_record("data.pkl"))
+            plain_pickles.check_tensors(torch._C.PyTorchFileReader(file).get_record("data.pkl"), sizes)
             file.seek(0)
             state: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:  # the file may be fine
@@ -90,14 +90,28 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return state
 
 
-def _check_sizes(file: BinaryIO) -> None:
-    """Refuse an archive that unpacks to more than its own size; ours are not compressed."""
+def _check_sizes(file: BinaryIO) -> dict[str, int]:
+    """Refuse an archive that unpacks to more than its own size; ours are not compressed.
+
+    Returns:
+        The number of bytes of each storage, by its key.
+    """
     length = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     if packed or sum(member.file_size for member in members) > length:
         raise ValueError("it unpacks to more than its own size: it is not a checkpoint of slimstart")
+    sizes = {key: member.file_size for member in members if (key := _storage_key(member.filename)) is not None}
+    if len({member.filename for member in members}) != len(members):
+        raise ValueError("it has two members of the same name")
+    return sizes
+
+
+def _storage_key(name: str) -> str | None:
+    """ "3" for the member "archive/data/3"."""
+    parts = name.split("/")
+    return parts[2] if len(parts) == 3 and parts[1] == "data" else None
 
 
 def _check_checksum(file: BinaryIO) -> None:

@@ -16,7 +16,10 @@ from typing import Any
 # These allocate as many bytes as the file claims, or look things up outside of the file.
 _REFUSED = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.EXT1, pickle.EXT2, pickle.EXT4)
 _TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-_KIND = re.compile(r"torch\.(\w+Storage|storage\.UntypedStorage|b?float\d+|complex\d+|u?int\d+|bool|float8_\w+)")
+_ITEMSIZES = {"UntypedStorage": 1, "BoolStorage": 1, "ByteStorage": 1, "CharStorage": 1, "ShortStorage": 2}
+_ITEMSIZES |= {"HalfStorage": 2, "BFloat16Storage": 2, "IntStorage": 4, "FloatStorage": 4, "LongStorage": 8}
+_ITEMSIZES |= {"DoubleStorage": 8, "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16}
+_KIND = re.compile(r"torch\.(b?float\d+|complex\d+|u?int\d+|bool|float8_\w+)")
 
 
 class _Operations(dict[int, Any]):
@@ -62,8 +65,9 @@ class PlainUnpickler(pickle._Unpickler):
 class _TensorPickle(PlainUnpickler):
     """A pickle as `torch.save` writes it for plain values and tensors; the tensors are not made."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, sizes: Mapping[str, int]) -> None:
         super().__init__(content, {}, 16 + len(content))
+        self._sizes = sizes
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -73,13 +77,15 @@ class _TensorPickle(PlainUnpickler):
             return _no_hooks
         if _KIND.fullmatch(full):
             return full
+        if module in ("torch", "torch.storage") and name in _ITEMSIZES:
+            return _ITEMSIZES[name]
         raise pickle.UnpicklingError(f"it asks for {_short(full)}, which is not plain data")
 
     def persistent_load(self, pid: Any) -> int:
         """The number of elements of a storage."""
-        kind, _, key, _, num_elements = pid
-        if kind != "storage" or not isinstance(key, str) or type(num_elements) is not int:
-            raise pickle.UnpicklingError("it has no storages of tensors as PyTorch writes them")
+        name, itemsize, key, _, num_elements = pid
+        if name != "storage" or type(num_elements) is not int or num_elements * itemsize != self._sizes[key]:
+            raise pickle.UnpicklingError("it has data of another size than it says")
         return num_elements
 
 
@@ -93,17 +99,22 @@ def _no_hooks() -> None:
     """The hooks of a tensor, which has none. With arguments this could make copies without end."""
 
 
-def check_tensors(content: bytes) -> None:
+def check_tensors(content: bytes, sizes: Mapping[str, int]) -> None:
     """Refuse the pickle of a PyTorch file that has more than plain values, containers and tensors.
 
     `torch.load(weights_only=True)` executes no code of a file, but makes a bytearray of any size, copies a container
-    again and again, and makes tensors of many kinds.
+    again and again, and makes tensors of many kinds. Before PyTorch 2.10 it reads beyond data that is shorter than the
+    pickle says (CVE-2026-24747).
+
+    Args:
+        content: the pickle.
+        sizes: the number of bytes of each storage, by its key.
 
     Raises:
         pickle.UnpicklingError: it has.
     """
     try:
-        _TensorPickle(content).load()
+        _TensorPickle(content, sizes).load()
     except (MemoryError, pickle.UnpicklingError):
         raise
     except Exception as error:  # an odd pickle may raise any exception
