@@ -66,7 +66,8 @@ def data_parallel(net: nn.Module, **options: Any) -> DistributedDataParallel:
     """
     device = next(net.parameters()).device
     settings = {"device_ids": [device] if device.type == "cuda" else None, _SYNC_BUFFERS: False}
-    wrapped = DistributedDataParallel(net, **{**settings, **options})
+    with reporting():  # processes compare their parameters
+        wrapped = DistributedDataParallel(net, **{**settings, **options})
     _wrapped.add(wrapped)
     return wrapped
 
