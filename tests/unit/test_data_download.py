@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -116,6 +117,21 @@ def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) ->
     with pytest.raises(DataError, match="the connection broke after 5,000 of 700,000 bytes"):
         fetch(server.url, tmp_path / "again", MD5)
     assert len(server.breaks) == 1  # an attempt that brings nothing new is the last
+
+
+def test_of_two_that_start_together_one_downloads(server: Server, tmp_path: Path) -> None:
+    server.breaks, together = [300_000, 200_000], threading.Barrier(3)
+
+    def start() -> None:
+        together.wait()
+        fetch(server.url, tmp_path / "file", MD5)
+
+    with ThreadPoolExecutor(3) as pool:
+        for found in [pool.submit(start) for _ in range(3)]:
+            found.result()
+    assert server.asked == [None, "bytes=300000-", "bytes=500000-"]
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_complete_part_is_not_fetched_again(server: Server, tmp_path: Path) -> None:

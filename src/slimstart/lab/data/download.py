@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slimstart.errors import DataError
+from slimstart.io import atomic
 from slimstart.io.files import Folder, open_to_read
 
 Progress = Callable[[int, int | None], None]
@@ -27,7 +28,8 @@ _MAX_BYTES = 1 << 30  # of a file; those that we fetch have 170 MB
 def fetch(url: str, path: Path, md5: str, progress: Progress | None = None) -> None:
     """Download `url` to `path`.
 
-    Bytes that have arrived are kept in a file `.part`; a later attempt, or a later call, requests only the others.
+    Bytes that have arrived are kept in a file `.part`; a later attempt, or a later call, requests only the others. Of
+    several processes, one downloads, and the others wait for it.
 
     Args:
         md5: the digest of the whole file.
@@ -36,24 +38,30 @@ def fetch(url: str, path: Path, md5: str, progress: Progress | None = None) -> N
     Raises:
         DataError: the server cannot be reached, or what it sends is not the file.
     """
-    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        num_short = 0
-        while True:
-            before = _size(part)
-            try:
-                _fetch_rest(url, part, progress)
-                break
-            except (OSError, http.client.HTTPException):
-                brought = _size(part) - before
-                num_short += brought < _SHORT
-                if brought <= 0 or num_short > _MAX_SHORT:  # an attempt that brought nothing is the last
-                    raise
-        with open_to_read(part) as file:
-            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        with atomic.turn(path.parent):  # of several runs that start together, one downloads
+            if not path.exists():
+                _fetch(url, path, md5, progress)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise DataError(f"{url} could not be fetched: {str(error) or type(error).__name__}") from error
+
+
+def _fetch(url: str, path: Path, md5: str, progress: Progress | None) -> None:
+    part = path.with_name(path.name + ".part")
+    num_short = 0
+    while True:
+        before = _size(part)
+        try:
+            _fetch_rest(url, part, progress)
+            break
+        except (OSError, http.client.HTTPException):
+            brought = _size(part) - before
+            num_short += brought < _SHORT
+            if brought <= 0 or num_short > _MAX_SHORT:  # an attempt that brought nothing is the last
+                raise
+    with open_to_read(part) as file:
+        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if found != md5:
         part.unlink()  # resuming it would fail again
         raise DataError(f"{url} gave a file with the MD5 {found}, not {md5}; it was removed: try again")
