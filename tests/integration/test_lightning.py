@@ -173,10 +173,46 @@ def test_resuming_from_weights_alone_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path).fit(Task(), loader(), ckpt_path=tmp_path / "weights.ckpt")
 
 
+def test_changed_checkpoints_are_refused(tmp_path: Path) -> None:
+    """Lightning opens the file; what the callback gets from it is checked."""
+    slimming = Slimming(Flops(0.25), SEARCHING)
+    trainer(tmp_path, Saving(tmp_path), slimming=slimming).fit(Task(), loader())
+    path, key = tmp_path / f"step={STEPS // 2}.ckpt", slimming.state_key
+
+    def changed(change: Callable[[Any, Any], Any]) -> Path:
+        content = torch.load(path, weights_only=True)
+        change(content["state_dict"]._metadata, content["callbacks"][key])
+        torch.save(content, tmp_path / "changed.ckpt")
+        return tmp_path / "changed.ckpt"
+
+    def structure(metadata: Any) -> Any:
+        return metadata["net"]["slimstart"]
+
+    for change in (
+        lambda metadata, _: structure(metadata)["attributes"].update({("0", "forward"): 3}),
+        lambda metadata, _: structure(metadata)["attributes"].update({("0", "_modules"): 3}),
+        lambda metadata, _: structure(metadata).update(identities={"0": 1 << 40}),
+        lambda metadata, _: metadata.update(evil=metadata.pop("net")),
+        lambda metadata, _: metadata.update(net=5),
+    ):
+        with pytest.raises(CheckpointError):
+            load_from_checkpoint(Task, changed(change))
+    for change in (
+        lambda _, state: state.update(odd=5),
+        lambda _, state: state.update(total_steps="many"),
+        lambda _, state: state.update(total_steps=-5),
+        lambda _, state: state.update(sparse=[]),
+        lambda _, state: state["sparse"].update(masks=torch.zeros(1, dtype=torch.bool).expand(1 << 40, 1)),
+        lambda _, state: state.update(examples=(torch.zeros(1).expand(2, 3, 1 << 20, 1 << 20),)),
+    ):
+        with pytest.raises(CheckpointError):
+            trainer(tmp_path).fit(Task(), loader(), ckpt_path=changed(change))
+
+
 def test_another_structure_does_not_fit_a_finished_network(tmp_path: Path) -> None:
     task, run = Task(), trainer(tmp_path, Saving(tmp_path))
     run.fit(task, loader())
-    with pytest.raises(CheckpointError, match="numbers of channels that `model` has not"):
+    with pytest.raises(CheckpointError, match="in the state dict and"):
         run.test(task, loader(), ckpt_path=tmp_path / f"step={STEPS // 2}.ckpt")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from slimstart.errors import CheckpointError
 from slimstart.flop_counter import flops
 from slimstart.integrations.trainers import (
     LoadHook,
@@ -28,6 +29,7 @@ from slimstart.integrations.trainers import (
 )
 from slimstart.narrow.optimizer_state import held_by
 from slimstart.narrow.shrink import METADATA
+from slimstart.narrow.store import is_dense
 from slimstart.policies import Budget, Policy
 from slimstart.training import SparseTraining
 
@@ -234,7 +236,14 @@ class Slimming(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state for `on_fit_start`."""
+        """Keep the state for `on_fit_start`, which is checked there."""
+        kinds = {"sparse": Mapping, "finished": Mapping, "total_steps": int, "examples": object}
+        fits = isinstance(state_dict, Mapping) and state_dict.keys() <= kinds.keys()
+        if not fits or any(not isinstance(value, kinds[key]) for key, value in state_dict.items()):
+            raise CheckpointError("the checkpoint's state of `Slimming` is damaged, or of another version")
+        examples = [leaf for leaf in tree_leaves(state_dict.get("examples")) if isinstance(leaf, Tensor)]
+        if state_dict.get("total_steps", 1) < 1 or not all(map(is_dense, examples)):
+            raise CheckpointError("the checkpoint's state of `Slimming` has no possible `total_steps` or `examples`")
         self._resumed = state_dict
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

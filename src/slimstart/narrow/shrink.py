@@ -74,6 +74,9 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
             problems.append(f"{name} is a tensor of another kind ({value.layout}, {value.device})")
         elif value.dim() != tensor.dim() or any(n > d for n, d in zip(value.shape, tensor.shape, strict=False)):
             problems.append(f"{name} is {tuple(value.shape)} in the state dict and {tuple(tensor.shape)} in the model")
+    for (path, attribute), number in metadata.get("attributes", {}).items():
+        if number > (most := read_count(model.get_submodule(path), attribute)):
+            problems.append(f"{attribute} of {path!r} is {number} in the state dict and {most} in the model")
     if any(module.get(PORT) not in (None, [None, None]) for module in every.values()):
         problems.append("layers have ports on residual streams; take the state dict after `finish(plain=True)`")
     if problems:
@@ -116,9 +119,9 @@ def _checked(metadata: Any, model: nn.Module) -> dict[str, Any]:
     """Structure in the state dict of a model in training, after a check of names and types."""
     known = dict(model.named_modules())
     try:
-        # Anything but a number of channels, made smaller, would change how a module works.
+        # Anything but a number of channels would change how a module works.
         fits = all(
-            name in known and type(number) is int and _is_count(read_count(known[name], attribute), number)
+            name in known and type(number) is int and number >= 0 and type(read_count(known[name], attribute)) is int
             for (name, attribute), number in metadata.get("attributes", {}).items()
         )
         for name, number in metadata.get("identities", {}).items():
@@ -131,10 +134,6 @@ def _checked(metadata: Any, model: nn.Module) -> dict[str, Any]:
             "`state_dict` names modules or numbers of channels that `model` has not; nothing was changed"
         )
     return dict(metadata)
-
-
-def _is_count(dense: Any, number: int) -> bool:
-    return type(dense) is int and 0 <= number <= dense
 
 
 def _removed(
