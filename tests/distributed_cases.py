@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from slimstart.narrow import Networks
 from slimstart.policies.estimators import vr_pge
 from slimstart.steps import PlainTraining
 from tests.layer_policy import Rounds
+from tests.lines import AtLine
 from tests.settings import arguments
 
 EXAMPLE = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
@@ -64,9 +66,9 @@ def cross_entropy(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(images), labels)
 
 
-def batches(ranks: ProcessGroup, num: int = 9, even: bool = False) -> list[tuple[Tensor, Tensor]]:
+def batches(ranks: ProcessGroup, num: int = 9, even: bool = False, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     """One process's shares. Unless `even`, every third batch is short, and no process has as much as another."""
-    generator, found = torch.Generator().manual_seed(1), []
+    generator, found = torch.Generator().manual_seed(seed), []
     for number in range(num):
         n = 5 if number % 3 == 2 and not even else 8
         images = torch.randn(n, 1, 8, 8, generator=generator, dtype=torch.float64)
@@ -166,6 +168,25 @@ CASES: dict[str, Callable[[ProcessGroup], dict[str, Any]]] = {
 def several(ranks: ProcessGroup, names: Sequence[str]) -> dict[str, Any]:
     """One set of processes for many cases."""
     return {name: CASES[name](ranks) for name in names}
+
+
+def in_float32(ranks: ProcessGroup, seeds: Sequence[int]) -> dict[str, Any]:
+    """Losses and structures of short searches, by policy and seed."""
+    found = {}
+    for name, seed in itertools.product(("paper", "equal worth"), seeds):
+        model = network("batch", seed).float()
+        if ranks.size > 1:
+            model = synchronise_batch_norm(model)
+        policy = Paper(resample_every=2, seed=seed) if name == "paper" else WIDTHS
+        sparse = SparseTraining(model, sgd(model), EXAMPLE.float(), Flops(0.4), policy=policy, total_steps=45)
+        parallel = data_parallel(model) if ranks.size > 1 else None
+        losses, kept = [], []
+        for images, labels in batches(ranks, 12, seed=seed):
+            losses.append(float(sparse.step(cross_entropy, images.float(), labels)))
+            kept.append({"mask": sparse.mask, "keep_probs": sparse.keep_probs.clone()})
+        found[f"{name}, seed {seed}"] = losses, kept
+        del parallel
+    return found
 
 
 # --- DistributedDataParallel, before or after, inside or outside ----------------------------------------------------
@@ -685,6 +706,18 @@ def killed_program(ranks: ProcessGroup, folder: Path, recipe: Recipe) -> Any:
     """The same, with a network that ends process 1 after four steps."""
     os.environ.update(killing(folder), RANK=str(ranks.rank), TORCHELASTIC_RESTART_COUNT="0")
     return program(ranks, folder, recipe, checkpoint_seconds=0)
+
+
+def killed_at(ranks: ProcessGroup, folder: Path, recipe: Recipe, rank: int, line: int) -> Any:
+    """The same; a process is killed at the given line of slimstart that it runs, or counts its lines if that is 0."""
+    lines = AtLine(line, functools.partial(os.kill, os.getpid(), signal.SIGKILL))
+    if ranks.rank == rank:
+        sys.settrace(lines)
+    try:
+        record = program(ranks, folder, recipe, checkpoint_seconds=0)
+        return record if line else lines.count
+    finally:
+        sys.settrace(None)
 
 
 def killing(folder: Path) -> dict[str, str]:
