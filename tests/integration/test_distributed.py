@@ -426,8 +426,8 @@ def test_a_run_resumes_after_a_process_was_killed(tmp_path: Path, differences: C
 def test_a_run_resumes_after_a_process_was_killed_anywhere(
     policy: str, tmp_path: Path, differences: Callable[[Any, Any], list[str]]
 ) -> None:
-    """SLIMSTART_KILLS is the number of kills, 6 by default; releases are tested with 50."""
-    kills = int(os.environ.get("SLIMSTART_KILLS", "6")) // 2
+    """SLIMSTART_KILLS is the number of kills, 4 by default; releases are tested with 50."""
+    kills = int(os.environ.get("SLIMSTART_KILLS", "4")) // 2
     settings: dict[str, Any] = {"model": "tests.tiny_networks:with_dropout", "data": "tests.own_data:pairs"}
     settings |= {"budget": "flops=0.4", "epochs": 3, "batch_size": 10, "policy": policy, "lr": 0.05}
     own = {"settle_at": 0.67, "num_masks": 2} if policy == "paper" else {"resample_every": 1, "align": 1, "depth": 0.5}
