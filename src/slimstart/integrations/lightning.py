@@ -235,7 +235,7 @@ class Slimming(Callback):
             "examples": self._examples if plain else None,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Keep the state for `on_fit_start`, which is checked there."""
         kinds = {"sparse": Mapping, "finished": Mapping, "total_steps": int, "examples": object}
         fits = isinstance(state_dict, Mapping) and state_dict.keys() <= kinds.keys()
