@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from slimstart import Flops, SparseTraining, trace
-from slimstart.graph.readers import readers
+from slimstart.graph.readers import functional_readers, readers
 from slimstart.lab import models
 from slimstart.narrow import compact
 from slimstart.policies import EqualWorth, EqualWorthSearch
@@ -687,23 +687,43 @@ def test_a_weight_that_reads_and_writes_one_group_is_not_observed(head_first: bo
         assert any(frozen.values()) == tied
 
 
+class Own(nn.Module):
+    """A matrix of its own, or a function of it, is the weight of a layer, transposed as in GPT-2."""
+
+    def __init__(self, computed: bool) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 12))
+        self.bias, self.last, self.computed = nn.Parameter(torch.zeros(12)), nn.Linear(12, 4), computed
+
+    def forward(self, x: Tensor, gate: Tensor | float = 1.0) -> Tensor:
+        weight = self.weight.tanh() if self.computed else self.weight
+        return self.last(torch.relu(torch.addmm(self.bias, torch.relu(self.first(x)) * gate, weight)))  # type: ignore[no-any-return]
+
+
 def test_a_matrix_that_is_no_layer_freezes_what_it_may_read(caplog: pytest.LogCaptureFixture) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.weight = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 16))
-            self.last = nn.Linear(16, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.relu(F.linear(torch.relu(self.first(x)), self.weight)))  # type: ignore[no-any-return]
-
-    model = Own()
-    graph = trace(model, torch.zeros(1, 8), "stream")
+    model = Own(computed=True)
+    graph = trace(model, torch.zeros(2, 8), "stream")
     optimizer = SGD(model.parameters(), lr=0.1)
-    assert bool(UnitGradients(graph, model, [optimizer], torch.zeros(1, 8)).unobservable.all())
+    unknown = UnitGradients(graph, model, [optimizer], torch.zeros(2, 8)).unobservable
+    assert bool(unknown[graph.filters["first"]].all())
     assert caplog.text == ""  # the training may still be refused
-    SparseTraining(model, optimizer, torch.zeros(1, 8), Flops(0.5))
+    for parameter in model.last.parameters():
+        parameter.requires_grad_(False)
+    SparseTraining(model, optimizer, torch.zeros(2, 8), Flops(0.5))
     assert "no width can be learned" in caplog.text
+
+
+def test_a_matrix_that_is_the_weight_of_a_layer_only_is_observed() -> None:
+    torch.manual_seed(0)
+    model, x, gates = Own(computed=False).double(), torch.randn(5, 8).double(), torch.ones(16).double().requires_grad_()
+    graph = trace(model, x, "stream")
+    assert not UnitGradients(graph, model, [SGD(model.parameters(), lr=0.1)], x).unobservable.any()
+    (reader,) = functional_readers(graph, model)
+    assert (reader.weight, reader.dim) == ("weight", 0)
+    assert reader.units.equal(graph.filters["first"])
+    model(x, gates).square().sum().backward()
+    assert model.weight.grad is not None
+    torch.testing.assert_close((model.weight * model.weight.grad).sum(1), gates.grad)
 
 
 class Twice(nn.Module):

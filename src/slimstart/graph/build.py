@@ -247,6 +247,11 @@ def _write_graph(
         not_removable=not_removable,
         norms=constraints.norms,
         over_channels=over_channels,
+        weights={
+            name: min(dims)
+            for name, dims in constraints.inputs_of_weights.items()
+            if len(dims) == 1 and name not in constraints.used_otherwise
+        },
     )
 
 

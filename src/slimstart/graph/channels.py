@@ -121,6 +121,7 @@ class ChannelGraph:
         norms: "keep" or "shrink", as for `trace`.
         over_channels: for every call of a norm or a mean over channels that shrink, their dimension, counted from the
             end, and their axis. A call is known by the mode (whether training), the module, and its number there.
+        weights: for parameters that the forward uses as weights of layers only, the dimension of the inputs.
     """
 
     coupling: str
@@ -139,6 +140,7 @@ class ChannelGraph:
     removed: tuple[RemovableLayer, ...] = ()
     norms: str = "keep"
     over_channels: Mapping[tuple[bool, str, int], tuple[int, int]] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_units(self) -> int:
@@ -194,6 +196,7 @@ class ChannelGraph:
             costs=costs,
             layers=tuple(layer for layer in self.layers if layer.name not in wanted),
             removed=(*self.removed, *gone),
+            weights={name: dim for name, dim in self.weights.items() if stays(name)},
             over_channels={key: found for key, found in self.over_channels.items() if stays(key[1])},
         )
 

@@ -209,6 +209,8 @@ class Constraints:
     parameter_sizes: list[tuple[ParameterIndices, Expression, str]] = field(default_factory=list)  # see `resolve`
     parameter_norms: list[tuple[CallKey, int, ParameterIndices]] = field(default_factory=list)
     followers: list[tuple[ParameterIndices, ParameterIndices]] = field(default_factory=list)
+    inputs_of_weights: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # dimensions, by parameter
+    used_otherwise: set[str] = field(default_factory=set)  # parameters that are not only weights of layers
     numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes that must not change
     products: set[int] = field(default_factory=set)  # nodes of products of channels, as the scores of attention heads
     unwritten: dict[Attribute, range] = field(default_factory=dict)  # atoms of tensors created with a size, see `sized`

@@ -51,6 +51,18 @@ def readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
     return list(_found(graph, model))
 
 
+def functional_readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
+    """Weights of other modules than Linear and Conv layers, which mix prunable channels and do nothing else."""
+    modules = dict(model.named_modules())
+    return [
+        Reader(name.rpartition(".")[0], name, dim, piece.axis, graph.units_along(piece.axis))
+        for name, dim in graph.weights.items()
+        if not isinstance(modules[name.rpartition(".")[0]], LAYERS)
+        for piece in graph.tensors.get(name, ())
+        if piece.dim == dim
+    ]
+
+
 def _found(graph: ChannelGraph, model: nn.Module) -> Iterator[Reader]:
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():

@@ -332,6 +332,10 @@ _COSTLY = frozenset(
 
 
 _CREATING = frozenset("zeros ones full empty rand randn".split())
+_MOVES = frozenset(
+    "view reshape _unsafe_view unflatten expand permute transpose t chunk split split_with_sizes slice select unbind "
+    "squeeze unsqueeze contiguous clone alias _to_copy to".split()
+)  # after which a parameter is still a weight with the same entries
 _TAKES_BIAS = frozenset("linear addmm conv1d conv2d conv3d".split())
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 
@@ -373,4 +377,7 @@ class _Operations(TorchDispatchMode):
             tracer.keep_all(tensors, f"operation {name} has no rule")
         else:
             rule(tracer, Call(name, arguments, result, tracer.written, func))
+        if name not in _MOVES:
+            tracer.note_uses(tensors)
+        tracer.weight = None
         return result

@@ -115,6 +115,7 @@ class Tracer:
         used: names of parameters and buffers that have entered an operation.
         values: known values of each tensor; constants are absent.
         pieces: for a vector that is concatenated from parameters, the value and length of each.
+        weight: the tensor that the present operation reads as the weight of a layer, if there is one.
         averages: for the weights that `nn.MultiheadAttention` returns, the value of its queries.
         written: the function that the user called, which the present operation belongs to, with its arguments.
         over_channels: number of calls so far, by module, of functions in `OVER_CHANNELS`.
@@ -135,6 +136,7 @@ class Tracer:
     used: set[str] = field(default_factory=set)
     values: Any = field(default_factory=WeakTensorKeyDictionary)
     pieces: Any = field(default_factory=WeakTensorKeyDictionary)
+    weight: Tensor | None = None
     averages: Any = field(default_factory=WeakTensorKeyDictionary)
     _serials: Any = field(default_factory=WeakTensorKeyDictionary)
     _count: Iterator[int] = field(default_factory=itertools.count)
@@ -197,6 +199,13 @@ class Tracer:
         if value.source is None or len(running) != 1 or value.fields[running[0]].numel() != value.shape[dim]:
             return None
         return ParameterIndices(value.source, running[0], tuple(value.fields[running[0]].reshape(-1).tolist()))
+
+    def note_uses(self, tensors: Iterable[Tensor]) -> None:
+        """Note the matrices that an operation uses in another way than as the weight of a layer."""
+        for tensor in tensors:
+            value = self.parameter(tensor) if tensor is not self.weight else None
+            if value is not None and value.source is not None:
+                self.constraints.used_otherwise.add(value.source)
 
     def keep_averaged(self, tensors: Iterable[Any]) -> None:
         """Keep all heads whose weights are used: they are an average, and depend on the number of heads."""

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from slimstart.devices import cuda_devices
 from slimstart.graph import ChannelGraph
-from slimstart.graph.readers import LAYERS, Reader, readers
+from slimstart.graph.readers import LAYERS, Reader, functional_readers, readers
 from slimstart.inputs import as_call
 from slimstart.narrow import Networks
 from slimstart.narrow.compact import tensor_places
@@ -65,7 +65,7 @@ class UnitGradients:
         named = dict(model.named_parameters())
         held = held_by(optimizers)
         trained = {name for name, p in named.items() if p.requires_grad and id(p) in held}
-        found = readers(graph, model)
+        found = [*readers(graph, model), *functional_readers(graph, model)]
         self._readers = [reader for reader in found if reader.weight in trained]
         self.unobservable = _unobservable(graph, model, example_inputs, found, self._readers)
         self._sum: Tensor | None = None
@@ -163,6 +163,8 @@ def _perhaps_reading(graph: ChannelGraph, model: nn.Module, example_inputs: Any,
     for name, parameter in model.named_parameters():
         owners = [modules[path] for path, _ in places[name]]
         if name not in graph.tensors or parameter.dim() < 2 or all(isinstance(o, nn.Embedding) for o in owners):
+            continue
+        if name in known and name in graph.weights:
             continue
         if all(isinstance(owner, LAYERS) for owner in owners) and (name in known or name not in others):
             continue  # a known reader, or a layer that only writes, or one that does not mix channels

@@ -68,6 +68,8 @@ def mix(
     reading = [when(node) if node > ZERO else CONSTANT for node in nodes]
     constraints.follow(value.source, in_dim, ins, reading)
     writing = [when_live(node) for node in outputs]
+    constraints.inputs_of_weights[value.source].add(in_dim)
+    tracer.weight = weight
     if bias is not None:
         tracer.follow_vector(bias, writing)
     if module is not None:
