@@ -1,4 +1,4 @@
-"""Tables of step times, from the records of `run_paper_steps.py` and of `benchmarks/scaling.py`."""
+"""Tables of times, from the records of `run_paper_steps.py`, `cpu_time.py`, `latency.py` and `scaling.py`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,32 @@ def gpu(results: Results) -> str:
 
 def cpu(results: Results) -> str:
     return _steps(row for file in CPU for row in results.benches[file].rows)
+
+
+def settled_cpu(results: Results) -> str:
+    """Times of the processor after the search, of `cpu_time.py`."""
+    lines = [["network, batch size", "threads", "dense step, ms", "narrow, ms", "slimstart, ms", "against dense"]]
+    lines[0] += ["against narrow", "dense inference, ms", "slimstart, ms", "dense in ONNX Runtime, ms", "slimstart, ms"]
+    for row in results.benchmarks["cpu_time.json"]["rows"]:
+        ms, speed = row["cpu_ms"], row["cpu_speed"]
+        steps = [_milliseconds(ms[f"step: {side}"]) for side in ("dense", "plain", "slimstart")]
+        sides = [f"{side}{where}" for where in ("", ", ONNX Runtime") for side in ("dense", "slimstart")]
+        cells = [f"{model_title(row['network'])}, {row['batch']}", str(row["threads"]), *steps]
+        cells += [f"{speed['step, of dense']:.2f}×", f"{speed['step, of plain']:.2f}×"]
+        lines.append([*cells, *(_milliseconds(ms[f"inference: {side}"]) for side in sides)])
+    return "\n".join(markdown_table(lines, lines[0][:1]))
+
+
+def latency(results: Results) -> str:
+    """What networks that were trained for a budget of time take of it, of `latency.py`."""
+    lines = [["network", "mode", "budget", "taken of the budget", "10th to 90th percentile", "FLOPs, %"]]
+    lines[0] += ["error of the table, %"]
+    for row in results.benchmarks["latency_cpu.json"]["rows"]:
+        low, high = row["spread_of_budget"]
+        cells = [model_title(row["network"]), row["mode"], f"Latency({row['fraction']:g})", f"{row['of_budget']:.3f}"]
+        cells += [f"{low:.3f} to {high:.3f}", f"{100 * row['flops_ratio']:.1f}", f"{100 * row['error']:.0f}"]
+        lines.append(cells)
+    return "\n".join(markdown_table(lines, lines[0][:3]))
 
 
 def _milliseconds(value: float) -> str:

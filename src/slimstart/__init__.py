@@ -1,6 +1,7 @@
 """slimstart trains neural networks at a budget from step one.
 
 - `SparseTraining` trains a model; `Flops`, `Params` and `Channels` are budgets, `EqualWorth` and `Paper` policies.
+- `Latency` is a budget of time, from a table that `measure_latency` measures on your device.
 - `save` and `load` write and read finished networks; `shrink_to` fits a dense module to a narrow state dict.
 - `trace`, `verify`, `compact`, `recalibrate` and `flops` are parts of it for separate use.
 - Errors are subclasses of `SlimstartError`.
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from slimstart.graph import ChannelGraph as ChannelGraph
     from slimstart.graph import Selection as Selection
     from slimstart.graph import trace as trace
+    from slimstart.io.latency_tables import load_table as load_table
+    from slimstart.io.latency_tables import save_table as save_table
     from slimstart.io.network_files import load as load
     from slimstart.io.network_files import save as save
     from slimstart.narrow import compact as compact
@@ -37,8 +40,10 @@ if TYPE_CHECKING:
     from slimstart.policies import Channels as Channels
     from slimstart.policies import EqualWorth as EqualWorth
     from slimstart.policies import Flops as Flops
+    from slimstart.policies import Latency as Latency
     from slimstart.policies import Paper as Paper
     from slimstart.policies import Params as Params
+    from slimstart.steps.measuring import measure_latency as measure_latency
     from slimstart.training import SparseTraining as SparseTraining
 
 try:
@@ -52,10 +57,12 @@ _NAMES_IN = {
         "BudgetError", "CheckpointError", "ConfigError", "DataError", "DesynchronisedError", "ExportError",
         "NonFiniteLossError", "OptimizerStateError", "ProcessGroupError", "RecordError", "SlimstartError", "TraceError",
     ),
+    "io.latency_tables": ("load_table", "save_table"),
     "io.network_files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "trace"),
-    "policies": ("Channels", "EqualWorth", "Flops", "Paper", "Params"),
+    "policies": ("Channels", "EqualWorth", "Flops", "Latency", "Paper", "Params"),
     "narrow": ("compact", "recalibrate", "shrink_to", "verify"),
+    "steps.measuring": ("measure_latency",),
     "training": ("SparseTraining",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}

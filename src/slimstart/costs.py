@@ -165,6 +165,35 @@ class CostTable:
         return group.to(device), first.to(device)
 
 
+@dataclass(frozen=True)
+class LatencyTable:
+    """Times of one network on one device: the coefficients of a polynomial like those of a cost table.
+
+    Attributes:
+        structure: digest of the units and factors of the cost table to which the terms belong.
+        device, mode, precision, batch, software: the conditions; another one needs another table.
+        dense_ms: median time of the dense network.
+        near: the fraction of it for which the table was made.
+        error: largest relative error of nine in ten of the networks that were left out of a fit.
+        constant: picoseconds.
+        terms: pairs of factors of the cost table, and picoseconds.
+    """
+
+    structure: str
+    device: str
+    mode: str
+    precision: str
+    batch: str
+    software: str
+    dense_ms: float
+    near: float
+    error: float
+    num_networks: int
+    constant: int
+    terms: tuple[tuple[tuple[int, ...], int], ...]
+    version: int = 1
+
+
 def _sets(rows: Tensor) -> Tensor:
     """Every row sorted, without repetitions, padded with -1 to the length of the longest one, or 1."""
     last = torch.iinfo(rows.dtype).max
