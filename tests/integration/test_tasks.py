@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import EqualWorth, Flops, Paper, SparseTraining, compact, flops, recalibrate
+from slimstart import EqualWorth, Flops, Paper, SparseTraining, compact, flops, recalibrate, verify
 
 Differences = Callable[[Any, Any], list[str]]
 SEARCHING = EqualWorth(align=1, resample_every=2, rounds=4, rate=1.0, pull=0.0)  # after steps 2, 4, 6, 8
@@ -171,6 +171,19 @@ def test_a_generator_and_a_discriminator(differences: Differences) -> None:
     maker, judge = (one.finish() for one in first)
     for net, dense, shape in zip((maker, judge), adversaries(), ((2, 8, 1, 1), (2, 1, 8, 8)), strict=True):
         assert flops(net, torch.randn(shape)) <= 0.5 * flops(dense, torch.randn(shape))
+
+
+@pytest.mark.parametrize("coupling", ["stream", "filter"])
+def test_a_generator_that_starts_with_a_linear_layer(coupling: str) -> None:
+    """Its outputs become an image, whose channels are several of them: they are kept, and what follows can shrink."""
+    maker = nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16 * 16), nn.Unflatten(1, (16, 4, 4)), nn.ReLU(),
+        nn.ConvTranspose2d(16, 12, 2, stride=2), nn.ReLU(), nn.Conv2d(12, 1, 3, padding=1),
+    )  # fmt: skip
+    report = verify(maker, torch.randn(2, 8), coupling)
+    assert [(group.name, len(group.units)) for group in report.graph.groups] == [("0", 32), ("5", 12)]
+    assert report.graph.not_prunable["2"] == "each channel that 5 reads has several of its outputs"
+    assert report.max_error < 1e-10
 
 
 def test_a_dense_teacher(differences: Differences) -> None:

@@ -51,11 +51,15 @@ def mix(
     value, constraints = tracer.parameter(weight), tracer.constraints
     nodes = tracer.channels(tensor, dim)
     axes = [_axis(value, d) for d in dims] if value is not None else [None]
-    if value is None or value.source is None or any(axis is None for axis in axes) or nodes is None:
-        reason = "its weight is computed" if value is None else "its weight or its input is laid out unusually"
+    if value is None or value.source is None or any(axis is None for axis in axes):
+        reason = "its weight is computed" if value is None else "its weight is laid out unusually"
         tracer.keep_all([tensor, weight, bias], f"{tracer.modules[-1] or 'the forward'}: {reason}")
         constraints.unfollowed.setdefault(tracer.modules[-1], reason)
         return None
+    if nodes is None:  # one channel here is made of several (a linear layer's outputs as an image)
+        where = tracer.modules[-1] or "the forward"
+        tracer.keep_all([tensor], f"each channel that {where} reads has several of its outputs")
+        nodes = [CONSTANT] * tensor.shape[dim]
     (out_dim, outs), (in_dim, ins) = axes  # type: ignore[misc]
     if bias is not None and not tracer.is_vector(bias):
         tracer.keep_all([tensor, weight, bias], "its bias is computed")
