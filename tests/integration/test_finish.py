@@ -174,6 +174,22 @@ def test_no_more_batches_are_read_than_needed() -> None:
     assert len(taken) == 3
 
 
+def test_an_interrupted_measurement_leaves_the_statistics_of_training() -> None:
+    sparse, calls = settled("vgg_bn"), []
+
+    def interrupted(net: nn.Module, *batch: Any) -> Tensor:
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return loss_fn(net, *batch)
+
+    before = {name: buffer.clone() for name, buffer in sparse.model.named_buffers()}
+    with pytest.raises(KeyboardInterrupt):
+        sparse.finish(batches(3), interrupted)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in sparse.model.named_buffers())
+    assert sparse.finish() is sparse.model
+
+
 @pytest.mark.parametrize("name", ["vgg_bn", "resnet_basic"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_statistics_are_plain_averages_over_the_batches(name: str, plain: bool) -> None:

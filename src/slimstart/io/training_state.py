@@ -21,28 +21,12 @@ from slimstart.narrow.state_dicts import ModelState
 from slimstart.narrow.store import is_dense
 
 FORMAT = "slimstart.training/2"
-_KEYS = {
-    "format",
-    "coupling",
-    "structure",
-    "num_steps",
-    "held_steps",
-    "settled",
-    "masks",
-    "removed",
-    "capacity",
-    "pending",
-    "followers",
-}
-_KEYS |= {"policy", "model", "optimizers", "random"}
-_SCHEDULED = {
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "swa_lr",
-    "base_momentum",
-    "max_momentum",
-}  # a scheduler's entries in groups
+_KEYS = frozenset(
+    "format coupling structure num_steps held_steps settled masks removed capacity pending followers policy model "
+    "optimizers random".split()
+)
+# Entries that a scheduler makes in parameter groups.
+_SCHEDULED = frozenset("initial_lr max_lr min_lr swa_lr base_momentum max_momentum".split())
 
 _MAX_VALUES, _MAX_DEPTH = 1_000_000, 50
 _END = object()

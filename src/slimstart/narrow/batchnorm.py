@@ -33,6 +33,7 @@ def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: 
     if not norms:
         return 0
     momenta = {norm: norm.momentum for norm in norms}
+    statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     seen, training = 0, False
 
     def measure(batch: Any) -> None:
@@ -58,6 +59,10 @@ def recalibrate(module: nn.Module, batches: Iterable[tuple[Any, ...]], loss_fn: 
                     training = True
                     measure(batch)
                 seen += 1
+    except BaseException:  # statistics of some of the batches would be worse than those from before
+        for buffer, value in statistics:
+            buffer.copy_(value)
+        raise
     finally:
         for norm, momentum in momenta.items():
             norm.momentum = momentum

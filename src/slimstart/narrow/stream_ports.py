@@ -57,7 +57,7 @@ class StreamPort(nn.Module):
     stream_write: Tensor | None
     stream_read_back: Tensor | None
     stream_write_back: Tensor | None
-    stream_positions: list[list[int] | None] | None
+    stream_positions: list[list[int] | None] | None = None
     stream_width: int
     stream_dims: tuple[int, int]
 
