@@ -1,6 +1,7 @@
 """The documents: their code runs, their links and names exist, and they agree on the version."""
 
 import importlib
+import inspect
 import re
 import textwrap
 import tomllib
@@ -147,6 +148,20 @@ def test_the_api_reference_is_complete() -> None:
     errors = {name for name in slimstart.__all__ if name.endswith("Error")}  # shown with their module
     assert "slimstart.errors" in named
     assert set(slimstart.__all__) - errors <= {name.rpartition(".")[2] for name in named}
+
+
+def test_every_argument_in_the_api_reference_is_described_by_itself() -> None:
+    """The site takes `a, b: ...` for one argument of that name, and its strict build stops there."""
+    for name in re.findall(r"^::: (\S+)$", read("docs/api.md") + read("docs/policies.md"), re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute)
+        owned = vars(found).items() if inspect.isclass(found) else ()
+        shown = [found, *(value for key, value in owned if not key.startswith("_") and callable(value))]
+        for one in shown:
+            arguments = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(one) or "", re.MULTILINE | re.DOTALL)
+            described = re.findall(r"^ {4}(\S[^:]*):", arguments[1], re.MULTILINE) if arguments else []
+            known = {key.lstrip("*") for key in inspect.signature(one).parameters} if described else set()
+            assert {key.lstrip("*") for key in described} <= known, f"{name}: {described}"
 
 
 def test_every_row_of_what_works_has_its_test() -> None:

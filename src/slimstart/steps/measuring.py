@@ -63,11 +63,13 @@ def measure_latency(
         near: the fraction of the dense network's time at which the table is used: most networks take about as long.
         mode: "inference"; "training" (forward, backward and a step of SGD); or a function of your own that prepares a
             network and returns a function which runs it once: compiled, captured, or with ONNX Runtime.
-        coupling, keep, norms: as in the training (`norms="keep"` for a pretrained model).
+        coupling: as in the training.
+        keep: as in the training.
+        norms: as in the training; "keep" for a pretrained model.
         num_networks: number of networks of random widths.
         repeats: timed runs of each, of which the median counts.
-        seed: of the widths.
-        clock: in seconds.
+        seed: seed of the widths.
+        clock: function that returns the time in seconds.
     """
     check_count("num_networks", num_networks)
     check_count("repeats", repeats)
