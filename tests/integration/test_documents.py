@@ -78,7 +78,7 @@ def marked(heading: str) -> Any:
     return pytest.param(heading, marks=pytest.mark.slow if needs else ())
 
 
-@pytest.mark.parametrize("heading", map(marked, recipes()))
+@pytest.mark.parametrize("heading", list(map(marked, recipes())))
 def test_every_recipe_runs_by_itself(heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each needs the first block of the page, and no other recipe."""
     monkeypatch.chdir(tmp_path)
