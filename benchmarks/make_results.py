@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pages import accuracy_figure, blocks, experiment_pages, markers, stored, study_pages
+from pages import accuracy_figure, blocks, experiment_pages, markers, stored, study_pages, zoo_page
 from pages.compared import published
 from study import plot as study_plot
 
@@ -52,6 +52,8 @@ def outputs(root: Path) -> dict[Path, str]:
     for kind in study_pages.TITLES:
         if any(record.get("benchmark") == kind for record in results.benchmarks.values()):
             found[pages / f"{kind}.md"] = study_pages.variants(results, kind)
+    if zoo_page.PLACE in results.benchmarks:
+        found[pages / "zoo.md"] = zoo_page.page(results)
     if results.studies:
         found[pages / "studies.md"] = study_pages.studies(results)
     for place, study in results.studies.items():

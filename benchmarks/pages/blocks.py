@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pages import accuracy, code_size, index, inline, paper_rows, step_tables, times, width_tables
+from pages import accuracy, code_size, index, inline, paper_rows, step_tables, times, width_tables, zoo_page
 from pages.markers import MarkerError
 from pages.stored import Results
 
@@ -28,6 +28,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "removal": width_tables.removal,  # the loss when a layer is removed in the middle of a training
     "widths": width_tables.forms,  # forms of equal worth, against uniform
     "code": code_size.table,  # modules, imports, and the files of one step
+    "zoo": zoo_page.summary,  # models of torchvision, timm and transformers
     "experiments": index.experiments,  # links to the pages of all experiments
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pages import zoo_page
 from pages.naming import data_title, model_title
 from pages.stored import Experiment, Results
 from pages.study_pages import TITLES
@@ -17,6 +18,9 @@ def experiments(results: Results) -> str:
         rows = [record["rows"] for record in results.benchmarks.values() if record.get("benchmark") == kind]
         if rows:
             lines.append(f"| [{title}](results/{kind}.md) | several | {sum(map(len, rows))} | forms of the default |")
+    if (zoo := results.benchmarks.get(zoo_page.PLACE)) is not None:
+        shown = "what shrinks in models of torchvision, timm and transformers"
+        lines.append(f"| [Models of other libraries](results/zoo.md) | {len(zoo['rows'])} models | | {shown} |")
     if results.studies:
         lines.append("| [Studies of the estimator](results/studies.md) | several | | variance of the gradient |")
     archived = [row for one in results.experiments.values() if one.is_archived for row in one.rows.values()]

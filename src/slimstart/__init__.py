@@ -3,7 +3,8 @@
 - `SparseTraining` trains a model; `Flops`, `Params` and `Channels` are budgets, `EqualWorth` and `Paper` policies.
 - `Latency` is a budget of time, from a table that `measure_latency` measures on your device.
 - `save` and `load` write and read finished networks; `shrink_to` fits a dense module to a narrow state dict.
-- `trace`, `verify`, `compact`, `recalibrate` and `flops` are parts of it for separate use.
+- `trace`, `verify`, `compact`, `recalibrate` and `flops` are parts of it for separate use; `register_rule` is for
+  operations that `trace` does not know.
 - Errors are subclasses of `SlimstartError`.
 
 Names are imported on first use, so that `import slimstart` does not import PyTorch.
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from slimstart.flop_counter import flops as flops
     from slimstart.graph import ChannelGraph as ChannelGraph
     from slimstart.graph import Selection as Selection
+    from slimstart.graph import register_rule as register_rule
     from slimstart.graph import trace as trace
     from slimstart.io.latency_tables import load_table as load_table
     from slimstart.io.latency_tables import save_table as save_table
@@ -59,7 +61,7 @@ _NAMES_IN = {
     ),
     "io.latency_tables": ("load_table", "save_table"),
     "io.network_files": ("load", "save"),
-    "graph": ("ChannelGraph", "Selection", "trace"),
+    "graph": ("ChannelGraph", "Selection", "register_rule", "trace"),
     "policies": ("Channels", "EqualWorth", "Flops", "Latency", "Paper", "Params"),
     "narrow": ("compact", "recalibrate", "shrink_to", "verify"),
     "steps.measuring": ("measure_latency",),

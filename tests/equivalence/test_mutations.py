@@ -80,6 +80,17 @@ def test_indices_shifted_by_one(name, number):
     is_caught(replace(graph, tensors={**graph.tensors, name: tuple(slices)}))
 
 
+@pytest.mark.parametrize("examples", [1, 2])
+def test_one_example_is_a_reason_for_doubt(examples):
+    """PyTorch 2.13 on a CPU computes wrong gradients of batch norm for a batch of one, in some layouts."""
+    (first,) = GRAPH.tensors["fc.weight"]
+    graph, axis = rolled(GRAPH, first.axis)
+    wrong = replace(graph, tensors={**graph.tensors, "fc.weight": (replace(first, axis=axis),)})
+    with pytest.raises(slimstart.TraceError, match="are not removed") as told:
+        prove(make(), wrong, IMAGE[:examples])
+    assert ("give `example_inputs` with two" in str(told.value)) == (examples == 1)
+
+
 @pytest.mark.parametrize(("name", "number"), SLICES)
 def test_forgotten_slice(name, number):
     slices = list(GRAPH.tensors[name])

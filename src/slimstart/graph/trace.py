@@ -374,7 +374,7 @@ class _Operations(TorchDispatchMode):
         arguments = bind(func, args, kwargs)
         result = func(*args, **kwargs)
         if rule is None:
-            tracer.keep_all(tensors, f"operation {name} has no rule")
+            tracer.keep_all(tensors, f"operation {name} has no rule (slimstart.register_rule adds one)")
         else:
             rule(tracer, Call(name, arguments, result, tracer.written, func))
         if name not in _MOVES:

@@ -31,7 +31,7 @@ def pointwise(tracer: Tracer, call: Call) -> None:
     tensors = [leaf for leaf in tree_flatten(call.arguments)[0] if isinstance(leaf, Tensor)]
     followed = [t for t in tensors if tracer.activation(t) is not None]
     if not isinstance(call.result, Tensor) or any(t.dim() > call.result.dim() for t in followed):
-        return tracer.keep_all(tensors, f"operation {call.name} has no rule")
+        return tracer.keep_all(tensors, f"operation {call.name} has no rule (slimstart.register_rule adds one)")
     if not followed:
         return _parameters_only(tracer, call, tensors)
     followed = _without_single_channels(tracer, followed)

@@ -20,6 +20,14 @@ def register_rule(*operations: str) -> Callable[[Rule], Rule]:
     of an input, constraints are added to `tracer.constraints`, and `tracer.set(tensor, nodes)` says which channels the
     result has. A rule that is registered later replaces an earlier one.
 
+    For an operation that treats every channel separately and keeps zeros:
+
+        @slimstart.register_rule("mylib::doubled")
+        def doubled(tracer, call):
+            value = tracer.activation(call["x"])  # by the name in the operation's schema; None for constants
+            if value is not None:
+                tracer.set(call.result, value.nodes)  # the same channels
+
     Args:
         operations: ATen names without overload and without the underscore of the in-place form, as "relu"; operations
             of other libraries with their namespace, as "mylib::op".
