@@ -20,6 +20,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "steps-gpu": step_tables.gpu,  # milliseconds of a step of the paper's algorithm, on a GPU and on a CPU
     "steps-cpu": step_tables.cpu,
     "cpu-time": step_tables.settled_cpu,  # steps and inference on a CPU after the search, and with ONNX Runtime
+    "latency": step_tables.latency,  # what networks take of a budget of time
     "gains": step_tables.gains,  # what CUDA graphs, fusion and rounded widths gain
     "scaling": step_tables.scaling,  # two processes on a CPU
     "scaling-expected": step_tables.scaling_expected,  # many GPUs, by arithmetic

@@ -14,6 +14,7 @@ from slimstart.lab.reports.tables import MISSING, markdown_table
 GPU = ("bench-h200/vgg19-2048.json", "bench-h200/vgg19-256.json", "bench-h200/resnet32-256.json")
 GPU += ("bench-h200/wrn28_10-256.json",)
 CPU = ("bench-cpu/vgg19-64.json",)
+LATENCY = ("latency_cpu.json", "latency_cpu_training.json")
 
 
 def gpu(results: Results) -> str:
@@ -42,7 +43,7 @@ def latency(results: Results) -> str:
     """What networks that were trained for a budget of time take of it, of `latency.py`."""
     lines = [["network", "mode", "budget", "taken of the budget", "10th to 90th percentile", "FLOPs, %"]]
     lines[0] += ["error of the table, %"]
-    for row in results.benchmarks["latency_cpu.json"]["rows"]:
+    for row in (row for file in LATENCY if file in results.benchmarks for row in results.benchmarks[file]["rows"]):
         low, high = row["spread_of_budget"]
         cells = [model_title(row["network"]), row["mode"], f"Latency({row['fraction']:g})", f"{row['of_budget']:.3f}"]
         cells += [f"{low:.3f} to {high:.3f}", f"{100 * row['flops_ratio']:.1f}", f"{100 * row['error']:.0f}"]

@@ -168,6 +168,10 @@ def test_the_papers_policy_uses_the_same_estimate(table: LatencyTable) -> None:
     assert bound.cost(search.best_guess()) <= bound.limit
 
 
+WRONG = [("number", {"dense_ms": value}) for value in ("5", -1.0, float("nan"), float("inf"), None)]
+WRONG += [("term", {"terms": [[[0], value]]}) for value in (-1, float("inf"), 2**70, "few")]
+
+
 def test_a_table_is_kept_in_a_file(table: LatencyTable, tmp_path: Path) -> None:
     save_table(table, tmp_path / "table.json")
     assert load_table(tmp_path / "table.json") == table
@@ -175,7 +179,7 @@ def test_a_table_is_kept_in_a_file(table: LatencyTable, tmp_path: Path) -> None:
     assert content["batch"] == "(4, 3, 16, 16)"
     assert (content["precision"], content["near"]) == ("float32", 0.5)
     assert content["mode"] == "Device"
-    for name, change in (("newer", {"version": 2}), ("other", {"terms": 3}), ("more", {"colour": "red"})):
+    for name, change in (("newer", {"version": 2}), ("other", {"terms": 3}), ("more", {"colour": "red"}), *WRONG):
         (tmp_path / name).write_text(json.dumps(content | change))
         with pytest.raises(CheckpointError, match=name):
             load_table(tmp_path / name)
