@@ -172,6 +172,10 @@ NOT_IN_REFERENCE = {
     "gpt2_conv1d": "the layers are functions",
     "einsum_ffn": "the layers are functions",
     "joined_bias": "a layer is a function",
+    "computed_bias": "a layer is a function",
+    "standardised_convs": "weights are computed",
+    "standardised_convs_gain": "weights are computed",
+    "weight_norm": "weights are computed",
     "einsum_contraction": "a layer is a function",
     "tied_autoencoder": "two layers are functions",
 }

@@ -48,7 +48,8 @@ def test_one_mask_after_the_other_is_the_narrow_network(name: str, coupling: str
         actual = outputs(masked.module.train(training), inputs)
         assert expected
         for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+            tolerance = 1e-6 if name == "upcast_norm" else 1e-10  # its norm computes in float32
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key  # the model itself has not been touched
 

@@ -228,7 +228,7 @@ ZOO: dict[str, Entry] = {
     "weight_standardised": Entry(odd.WeightStandardised, _image),
     "standardised_convs": Entry(odd.StandardisedConvs, _image),
     "standardised_convs_gain": Entry(partial(odd.StandardisedConvs, gain=True), _image),
-    "weight_norm": Entry(odd.WeightNorm, _image, 0.95),
+    "weight_norm": Entry(odd.WeightNorm, _image),
     "hard_coded_view": Entry(odd.HardCodedView, _image, whole=("conv2",)),
     "hard_coded_flatten": Entry(odd.HardCodedFlatten, _image, whole=("conv2",)),
     "size_as_number": Entry(odd.SizeAsNumber, _image, whole=("conv2",)),

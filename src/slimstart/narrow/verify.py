@@ -263,7 +263,7 @@ def _run(model: nn.Module, inputs: Any, training: bool, gradients: bool) -> _Out
     try:
         forked = torch.random.fork_rng(devices=cuda_devices(model))
         precision = _InDouble() if _dtype(model) == torch.float64 else nullcontext()
-        with forked, torch.set_grad_enabled(gradients), _Comparable(), precision:
+        with forked, torch.set_grad_enabled(gradients), _NoDropout(), precision:
             torch.manual_seed(0)
             outputs = [t for t in tree_flatten(model(*args, **kwargs))[0] if isinstance(t, Tensor)]
         floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
@@ -336,12 +336,8 @@ def _error(expected: Tensor, actual: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-class _Comparable(TorchFunctionMode):
-    """What would make networks of two widths differ, or not a number.
-
-    Dropout, which draws one number per entry, is skipped. Under weight norm, a dropped filter has a direction of length
-    zero; another one does not change the filter, which is zero.
-    """
+class _NoDropout(TorchFunctionMode):
+    """Skip dropout, which draws one number per entry, so that two widths would get different ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -355,10 +351,6 @@ class _Comparable(TorchFunctionMode):
                 kwargs["dropout_p"] = 0.0
         elif name == "multi_head_attention_forward":
             kwargs["training"] = False
-        elif name in ("_weight_norm", "_weight_norm_interface"):
-            direction, length, dim = args
-            dropped = (direction == 0).movedim(dim, 0).flatten(1).all(1).view_as(length)
-            args = (torch.where(dropped, torch.ones_like(direction), direction), length, dim)
         return func(*args, **kwargs)
 
 

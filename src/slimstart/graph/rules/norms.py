@@ -103,14 +103,16 @@ def _standardised(tracer: Tracer, call: Call, value: Value) -> None:
 
 @register_rule("_weight_norm_interface")
 def weight_norm(tracer: Tracer, call: Call) -> None:
-    """A direction scaled to a length by filter: dropped inputs add nothing to the norm of the direction."""
-    direction, length = tracer.parameter(call["v"]), tracer.parameter(call["g"])
-    dim = call["dim"] % call["v"].dim()
-    filters = None if direction is None else tracer.indices_along(direction, dim)
-    own = None if length is None else tracer.indices_along(length, dim)
-    if direction is None or filters is None or own is None:
+    """A direction scaled to a length along one dimension, whose entries are kept: a direction of zeros has none.
+
+    Entries of the other dimensions can be dropped, because zeros add nothing to the length.
+    """
+    direction, dim = tracer.parameter(call["v"]), call["dim"] % call["v"].dim()
+    found = None if direction is None else tracer.indices_along(direction, dim)
+    if direction is None or found is None or tracer.parameter(call["g"]) is None:
         return tracer.keep_all([call["v"], call["g"]], "its weight is computed")
-    tracer.constraints.followers.append((own, filters))
+    tracer.keep_all([call["g"]], "weight norm divides by the length of its direction")
+    tracer.constraints.follow(found.parameter, found.dim, found.indices, [0] * len(found.indices))
     tracer.values[call.result[0]] = direction
     return None
 
