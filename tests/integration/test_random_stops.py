@@ -116,8 +116,9 @@ def expected(way: str) -> tuple[int, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stopped_runs_end_like_others(
-    policy: str, tmp_path: Path, differences: Callable[[Any, Any], list[str]]
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differences: Callable[[Any, Any], list[str]]
 ) -> None:
+    monkeypatch.setenv("SLIMSTART_COMMIT", "of the test")
     status, output, num_lines, _ = run(tmp_path / "whole", policy, Stop("count"))
     assert status == 0, output
     whole = outcome(tmp_path / "whole")
