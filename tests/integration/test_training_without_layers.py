@@ -207,6 +207,8 @@ def test_optimizer_state_of_layers_that_go_is_dropped(kind):
     run(sparse, optimizer, 1)
     run(sparse, optimizer, 1, start=1)
     assert weight not in optimizer.state
+    kept = {key.name for key in sparse._networks.store if key.state is not None}
+    assert not any(name.startswith("stage1.0.") for name in kept), "stored channels would return with it"
     run(sparse, optimizer, 3, start=2)
     for value in optimizer.state[weight].values():
         assert not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == weight.shape
@@ -345,7 +347,9 @@ def test_networks_with_spare_capacity_lose_layers_too(name):
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_training_resumes_bit_for_bit(tmp_path):
+def test_a_training_resumes_bit_for_bit(tmp_path, differences):
+    """With the optimizer state of channels that are not in the network, too."""
+
     def fresh():
         model = make("resnet20", width=0.5)
         return training(model, Rounds((), (0, 3), (3,), (3,), window=3))
@@ -358,6 +362,7 @@ def test_a_training_resumes_bit_for_bit(tmp_path):
     again.load(tmp_path / "state")
     assert [layer.name for layer in again.graph.removed] == ["stage1.0", "stage2.1"]
     run(again, second, 10, start=4)
+    assert differences(again.state_dict(), sparse.state_dict()) == []
     expected, found = sparse.finish().state_dict(), again.finish().state_dict()
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)

@@ -328,6 +328,8 @@ class Networks:
                 for parameter in self.model.get_submodule(name).parameters():
                     for optimizer in self._optimizers:
                         change.call(optimizer.state.pop, parameter, None)
+                    if (kept := self.name_of(parameter)) is not None:
+                        change.call(self.store.drop_state, kept)
         change.set(self, "graph", graph)
         if self._planner is not None:
             change.set(self, "_planner", self._planner.of(graph))

@@ -61,6 +61,11 @@ class Store:
         """The size of all dense tensors."""
         return sum(dense.numel() * dense.element_size() for dense in self._dense.values())
 
+    def drop_state(self, name: str) -> None:
+        """Forget the optimizer state of a parameter."""
+        for key in [key for key in self._dense if key.name == name and key.state is not None]:
+            del self._dense[key]
+
     def copy(self) -> Store:
         """A store of weights and statistics with the same values."""
         return Store({name: dense.clone() for name, dense in self.tensors.items()}, self.host)
