@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart import Channels, CheckpointError, EqualWorth, Flops, Params, SparseTraining, shrink_to
+from slimstart.io import checkpoints
 from tests.settings import arguments
 from tests.zoo.transformers import ProductAttention, SeparateAttention, ViT
 
@@ -1208,3 +1209,12 @@ def test_state_dicts_that_do_not_fit_the_module_are_refused(differences: Any) ->
         shrink_to(sparse.model, state)
     with pytest.raises(CheckpointError, match="differ in"):
         slimstart.shrink_to(Normed(), {})
+
+
+def test_state_dicts_of_modules_can_be_part_of_a_checkpoint(tmp_path: Path) -> None:
+    state = nn.BatchNorm1d(3).state_dict()  # an OrderedDict with metadata
+    checkpoints.write({"module": state}, tmp_path / "some.pt")
+    found = checkpoints.read(tmp_path / "some.pt")["module"]
+    assert list(found) == list(state)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert found._metadata == state._metadata  # type: ignore[attr-defined]  # that of PyTorch's state dicts

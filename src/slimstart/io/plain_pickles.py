@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ class _TensorPickle(PlainUnpickler):
         if full in _TENSORS:
             return _check_tensor
         if full == "collections.OrderedDict":
-            return _no_hooks
+            return _empty_mapping
         if _KIND.fullmatch(full):
             return full
         if module in ("torch", "torch.storage") and name in _ITEMSIZES:
@@ -95,8 +96,9 @@ def _check_tensor(num_elements: int, _offset: int, size: tuple[int, ...], *_: ob
         raise pickle.UnpicklingError("it has a tensor that is larger than its data")
 
 
-def _no_hooks() -> None:
-    """The hooks of a tensor, which has none. With arguments this could make copies without end."""
+def _empty_mapping() -> OrderedDict[Any, Any]:
+    """The hooks of a tensor, or a state dict before its entries. With arguments this could make copies without end."""
+    return OrderedDict()
 
 
 def check_tensors(content: bytes, sizes: Mapping[str, int]) -> None:
