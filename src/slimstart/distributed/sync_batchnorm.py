@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from slimstart.distributed.process_group import reporting
+
 
 class SynchronisedBatchNorm(_BatchNorm):
     """Batch norm over the processes of the default group; in evaluation mode and in a single process, the usual one.
@@ -77,7 +79,8 @@ class _Normalise(torch.autograd.Function):
         count = torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device)
         double = x.double()
         sums = torch.cat([double.sum(_others(x)), double.square().sum(_others(x)), count])
-        dist.all_reduce(sums)
+        with reporting():
+            dist.all_reduce(sums)
         mean, square, count = sums.split([x.shape[1], x.shape[1], 1])
         mean, square = mean / count, square / count
         var = (square - mean.square()).clamp(min=0)
@@ -96,7 +99,8 @@ class _Normalise(torch.autograd.Function):
         hat, weight, scale, count = ctx.saved_tensors
         own = torch.cat([grad.double().sum(_others(grad)), (grad * hat).double().sum(_others(grad))])
         sums = own.clone()
-        dist.all_reduce(sums)
+        with reporting():
+            dist.all_reduce(sums)
         slope, tilt = (sums / count).chunk(2)
         grad_bias, grad_weight = own.chunk(2)
         through = grad - _row(slope, grad) - hat * _row(tilt, grad)
