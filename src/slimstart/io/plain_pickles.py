@@ -75,7 +75,7 @@ class _TensorPickle(PlainUnpickler):
         if full in _TENSORS:
             return _check_tensor
         if full == "collections.OrderedDict":
-            return _empty_mapping
+            return _empty_state_dict
         if _KIND.fullmatch(full):
             return full
         if module in ("torch", "torch.storage") and name in _ITEMSIZES:
@@ -96,9 +96,18 @@ def _check_tensor(num_elements: int, _offset: int, size: tuple[int, ...], *_: ob
         raise pickle.UnpicklingError("it has a tensor that is larger than its data")
 
 
-def _empty_mapping() -> OrderedDict[Any, Any]:
-    """The hooks of a tensor, or a state dict before its entries. With arguments this could make copies without end."""
-    return OrderedDict()
+class _StateDict(OrderedDict[Any, Any]):
+    """A state dict as modules make it, or the hooks of a tensor."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Accept the metadata of a state dict. Many attributes would be copied for every dict that has them."""
+        if not isinstance(state, dict) or state.keys() != {"_metadata"}:
+            raise pickle.UnpicklingError("it has a dict with attributes")
+
+
+def _empty_state_dict() -> _StateDict:
+    """A state dict before its entries. With arguments this could make copies without end."""
+    return _StateDict()
 
 
 def check_tensors(content: bytes, sizes: Mapping[str, int]) -> None:
