@@ -1,5 +1,6 @@
 """Settings of all tests: a seeded generator, hypothesis without deadlines, one thread per worker."""
 
+import gc
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,10 @@ hypothesis.settings.load_profile("slimstart")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # torch's own threads would fight the workers for the cores
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections look at what tests have made only
 
 
 @pytest.fixture(autouse=True)

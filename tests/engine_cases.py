@@ -155,6 +155,7 @@ def test_learning_rates_and_short_batches_take_effect(device: str) -> None:
     assert found[0] == pytest.approx(found[1], abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_capacity_that_changes_is_captured_again_and_fused_again(device: str) -> None:
     data = batches(device, 8)
     sparse = small(device, resample_every=2)
@@ -529,6 +530,7 @@ def test_state_created_by_an_eager_step_moves_with_the_next_structure(device: st
     check_padding(sparse, "stage2.1.conv1.weight")
 
 
+@pytest.mark.slow
 def test_a_parameter_may_be_unfrozen(device: str) -> None:
     runs, name = [small(device, engine=engine, resample_every=4) for engine in ("graphs", "eager")], "stage2.1.conv1"
     frozen = [sparse.model.get_parameter(f"{name}.weight").requires_grad_(False) for sparse in runs]
@@ -541,6 +543,7 @@ def test_a_parameter_may_be_unfrozen(device: str) -> None:
         assert torch.equal(dense(runs[0])[f"{name}.weight"], before) == (number < 6)
 
 
+@pytest.mark.slow
 def test_padding_is_invisible_to_the_user(device: str) -> None:
     sparse, data = small(device, align=4), batches(device, 5)
     exact = small(device, engine="eager")
@@ -628,6 +631,7 @@ def test_replaced_weight_storage_is_used(device: str, policy: str) -> None:
         torch.testing.assert_close(dense(graphs)[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
 def test_a_finished_training_keeps_no_graphs(device: str, policy: str) -> None:
     sparse, data = small(device, policy=policy, resample_every=3), batches(device, 5)

@@ -766,10 +766,15 @@ def masks_differ(one: SparseTraining, other: SparseTraining) -> bool:
     return not torch.equal(one.mask, other.mask)
 
 
-SINGLE_PROCESS: list[dict[str, Any]] = [*MUTATED, {"policy": "paper", "coupling": "stream", "optimizer": "adamw"}]
+CONFIGURATIONS: list[dict[str, Any]] = [*MUTATED, {"policy": "paper", "coupling": "stream", "optimizer": "adamw"}]
 
 
-@pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
+IN_ALL_ORDERS = [
+    one if one["policy"] == "equal_worth" else pytest.param(one, marks=pytest.mark.slow) for one in CONFIGURATIONS
+]
+
+
+@pytest.mark.parametrize("options", IN_ALL_ORDERS, ids=lambda options: " ".join(map(str, options.values())))
 @pytest.mark.parametrize("order", list(permutations(["model", "optimizer", "sparse"])), ids=" ".join)
 def test_the_three_dicts_are_loaded_in_any_order(
     order: tuple[str, ...], options: dict[str, Any], differences: Any
@@ -790,7 +795,7 @@ def test_the_three_dicts_are_loaded_in_any_order(
     assert differences(end, everything(fresh)) == []
 
 
-@pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda options: " ".join(map(str, options.values())))
 @pytest.mark.parametrize("settled", [False, True], ids=["searching", "settled"])
 def test_a_model_state_dict_suffices_for_evaluation_and_finish(
     settled: bool, options: dict[str, Any], differences: Any, caplog: pytest.LogCaptureFixture
@@ -836,7 +841,7 @@ def test_a_model_state_dict_suffices_for_evaluation_and_finish(
     fresh.optimizer.step()
 
 
-@pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda options: " ".join(map(str, options.values())))
 def test_an_optimizer_state_of_another_structure_is_refused(options: dict[str, Any], differences: Any) -> None:
     sparse, fresh = advanced(num_steps=10, **options), training(seed=9, **options)
     assert masks_differ(sparse, fresh)  # though shapes may be the same: those of padded networks are here
@@ -874,7 +879,7 @@ def test_a_partial_load_can_be_followed_by_a_full_one(name: str, differences: An
     assert differences(expected, run_on(fresh)) == []
 
 
-@pytest.mark.parametrize("options", SINGLE_PROCESS, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda options: " ".join(map(str, options.values())))
 def test_narrow_dicts_of_the_present_structure_are_loaded_like_any_other(
     options: dict[str, Any], differences: Any
 ) -> None:

@@ -159,6 +159,7 @@ def test_step_runs_the_compiled_model(how: str, differences: Callable[[Any, Any]
     assert differences(plain["found"], compiled["found"]) == []
 
 
+@pytest.mark.slow
 def test_every_structure_may_be_compiled_for_evaluation_too(differences: Callable[[Any, Any], list[str]]) -> None:
     compiled = train(Perceptron(), "after", counting(), Paper(), evaluate=True)
     assert compiled["counts"] == [2 * num for num in num_structures(compiled["shapes"])]

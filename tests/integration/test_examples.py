@@ -44,6 +44,7 @@ def test_own_model_runs_as_its_docstring_shows(
     assert slimstart.flops(small, torch.zeros(1, 3, 32, 32)) == record.flops
 
 
+@pytest.mark.slow
 def test_own_data_trains_as_its_docstring_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (line,) = re.findall(r"^ +slimstart (.*)", own_data.__doc__ or "", re.M)
     tiny = ["--width", "0.25", "--device", "cpu", "--out", str(tmp_path / "run")]

@@ -142,7 +142,7 @@ def check(policy: str, tmp_path: Any, number: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_some_interrupts_leave_no_partial_change(policy: str, tmp_path: Any) -> None:
-    check(policy, tmp_path, 7)
+    check(policy, tmp_path, 13)
 
 
 @pytest.mark.slow

@@ -165,6 +165,7 @@ def test_what_has_no_data_is_not_shown() -> None:
     assert titles(make("dense", timed=False, epochs=1)) == []
 
 
+@pytest.mark.slow
 def test_a_single_run_has_no_plots_of_one_dot() -> None:
     compared = {"Accuracy and training cost", "Accuracy and FLOPs", "Saving in training cost and FLOPs"}
     compared.add("Time of the whole training")
@@ -263,6 +264,7 @@ def test_points_lie_where_the_numbers_say() -> None:
     assert dense[0] - a[0] == pytest.approx(a[0] - b[0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_missed_budget_is_seen() -> None:
     content = page.render([make(), make("uniform", flops_ratio=0.136)])
     assert "flops=0.1 (missed: 0.136)" in content

@@ -73,6 +73,7 @@ def test_the_best_of_all_trials_is_trained_and_its_cost_said(tmp_path: Path) -> 
     assert flops(network, program.task.example) == record.flops
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_in_its_trials_ends_as_one_that_is_not(
     tmp_path: Path, differences: Callable[[Any, Any], list[str]]
 ) -> None:

@@ -23,6 +23,7 @@ def write_often(path: Path, byte: bytes, size: int, end: float) -> None:
         atomic.write(path, byte * size)
 
 
+@pytest.mark.slow
 def test_two_writers_of_one_file_do_not_tear_it(tmp_path: Path) -> None:
     path, end = tmp_path / "file", time.monotonic() + 2.0
     atomic.write(path, b"a" * 200_000)

@@ -60,7 +60,12 @@ def test_messages_of_the_log() -> None:
     assert not ACTING.search(SafeFormatter("%(message)s").format(message))
 
 
-@pytest.mark.parametrize("command", [["report"], ["train", "--recipe"], ["--debug", "train", "--recipe"]])
+OTHERS = (["train", "--recipe"], ["--debug", "train", "--recipe"])
+
+
+@pytest.mark.parametrize(
+    "command", [["report"], *(pytest.param(command, marks=pytest.mark.slow) for command in OTHERS)]
+)
 def test_errors_of_the_program(command: list[str], tmp_path: Path) -> None:
     name, content = ("record.json", '{"schema": "%s"}') if command == ["report"] else ("recipe.toml", '"%s" = 3')
     (tmp_path / name).write_text(content % "\\u001b[31m\\u202e")

@@ -63,6 +63,7 @@ def write_tar(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_archive_of_zeros(tmp_path: Path) -> None:
     path = tmp_path / "cifar-10-python.tar.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
@@ -142,6 +143,7 @@ def test_images(tmp_path: Path, width: int, height: int, message: str) -> None:
     assert message in measure(lambda: list(data.test.epoch(0))).message
 
 
+@pytest.mark.slow
 def test_a_packed_checkpoint(tmp_path: Path) -> None:
     """With the right checksum, which is no secret."""
     plain, path = io.BytesIO(), tmp_path / "packed.pt"
