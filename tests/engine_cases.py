@@ -520,6 +520,7 @@ def check_padding(sparse: SparseTraining, name: str) -> None:
         assert torch.equal(padded[padded != 0].sort().values, exact[exact != 0].sort().values), key
 
 
+@pytest.mark.slow
 def test_state_created_by_an_eager_step_moves_with_the_next_structure(device: str) -> None:
     sparse, data = small(device, "adam", resample_every=4, align=4), batches(device, 10)
     frozen = sparse.model.get_parameter("stage2.1.conv1.weight").requires_grad_(False)
@@ -583,6 +584,7 @@ def test_steps_are_counted_once_and_return_what_the_loss_function_does(device: s
     assert graphs.reason is None
 
 
+@pytest.mark.slow
 def test_widths_are_learned_with_a_scaler_and_with_clipping(device: str) -> None:
     settings: dict[str, Any] = {"policy": "equal_worth", "resample_every": 3, "total_steps": 80, "max_grad_norm": 0.1}
     runs = []
@@ -676,6 +678,7 @@ def test_state_changed_by_a_forward_is_the_same_for_both_networks(device: str) -
         torch.testing.assert_close(runs[0].keep_probs, runs[1].keep_probs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_that_cannot_be_captured_runs_eagerly_with_a_reason(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -102,6 +102,7 @@ def test_two_processes_follow_one_in_float32(seeds: range, differences: Callable
     assert len(apart) <= len(seeds) // 6, apart
 
 
+@pytest.mark.slow
 def test_a_wrapper_may_come_before_or_after_and_be_given_or_not(differences: Callable[[Any, Any], list[str]]) -> None:
     first, second = in_all(cases.all_ways)
     assert differences(first, second) == []

@@ -106,6 +106,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / "parts")) == []
 
 
+@pytest.mark.slow
 def test_a_full_model_on_the_cpu_changes_nothing(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
     """Stopped and resumed, it ends as a run does that keeps everything in one place and was never stopped."""
     recipe = merged(TINY, {"full_model_device": "cpu", "resample_every": 2, "epochs": 2, "finetune_epochs": 0})

@@ -156,6 +156,7 @@ def titles(*runs: Record) -> list[str]:
     return re.findall(r"<h3>(.*?)</h3>", page.render(runs))
 
 
+@pytest.mark.slow
 def test_what_has_no_data_is_not_shown() -> None:
     assert titles(make("dense", timed=False)) == ["Training cost per epoch", "Accuracy per epoch"]
     assert "step against dense" not in page.render([make(timed=False)])

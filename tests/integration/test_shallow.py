@@ -44,6 +44,7 @@ def _tiny_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(siblings.__globals__["DEPTHS"], "small", ("1,1", "2,2"))
 
 
+@pytest.mark.slow
 def test_the_best_of_all_trials_is_trained_and_its_cost_said(tmp_path: Path) -> None:
     program = started(tmp_path / "run", made(), place=SELDOM)
     record = program.train()

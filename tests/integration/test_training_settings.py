@@ -102,7 +102,7 @@ def test_the_loss_of_mixed_labels_is_that_of_a_slow_reference() -> None:
     assert float(loss) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("method", ["slimstart", "uniform"])
+@pytest.mark.parametrize("method", ["slimstart", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_ends_as_one_that_is_not(
     tmp_path: Path, method: str, differences: Callable[[Any, Any], list[str]]
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_file_in_a_folder(tmp_path: Path) -> None:
     check(measure(cifar.read, FORM, tmp_path), "DataError", f"{tmp_path}/data_batch_2.bin cannot be read: it has more")
 
 
+@pytest.mark.slow
 def test_arrays(tmp_path: Path) -> None:
     arrays, path = random_arrays(FORM), tmp_path / "cifar10.npz"
     zeros = np.zeros((100_000, 32, 32, 3), np.uint8)
