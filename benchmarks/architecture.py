@@ -9,7 +9,7 @@
 - Entries are files and folders at the root of the package, without `__init__`, `__main__`, `py.typed` and tests.
 - An import chain follows imports at module level, without those for type checkers. Modules that import each other count
   as one, a package counts with its `__init__`.
-- Files of a step are those with a function that runs in it, and crossings the distinct pairs of functions of which one
+- Files of a step are those with a function that runs in it, and crossings are the distinct pairs of functions where one
   calls the other from a different folder. Both are counted with `sys.setprofile` in a training of a network of two
   convolutions and one linear layer on a CPU.
 """

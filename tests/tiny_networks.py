@@ -19,7 +19,7 @@ def with_dropout(num_classes: int, in_channels: int) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """A block that can be removed, behind a layer whose width is that of the stream."""
+    """A block that can be removed, after a layer whose width is that of the stream."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -12,7 +12,6 @@ from slimstart.lab import records
 from slimstart.lab.recipes.contradictions import problems
 
 RUNS = {run.name: run for run in paper_queue.queue()}
-# Of the paper: budget of the row, and epochs of search and fine-tuning.
 VGG16 = "paper-vgg16-cifar10-8.7"
 
 
