@@ -188,6 +188,17 @@ def solve(family: str, structure: str, budget: float, num_classes: int, shape: t
 
 
 @cache
+def share(family: str, structure: str, budget: float, num_classes: int, shape: tuple[int, int, int]) -> float:
+    """The fraction of a structure's FLOPs, at the reference's widths, that a fraction of the reference's is."""
+    one = FAMILIES[family]
+    return (
+        budget
+        * _flops(family, one.deepest, one.reference.channels, num_classes, shape)
+        / _flops(family, structure, one.reference.channels, num_classes, shape)
+    )
+
+
+@cache
 def _coefficients(family: str, depths: str, num_classes: int, shape: tuple[int, int, int]) -> np.ndarray:
     """FLOPs as a polynomial of the stages' channels, from networks of random widths."""
     random, stages = np.random.default_rng(0), len(depths)

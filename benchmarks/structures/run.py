@@ -34,7 +34,9 @@ from slimstart.lab.recipes.schedules import learning_rate
 from slimstart.lab.run import environment
 from slimstart.lab.run.evaluation import evaluate
 from slimstart.lab.run.method import Loss, make_optimizer
+from slimstart.policies import EqualWorth, Flops
 from slimstart.steps import PlainTraining
+from slimstart.training import SparseTraining
 
 HELD_OUT = 10  # one training image of so many is held out, for the choice of structures
 RESTARTS = 10  # of processes that have failed
@@ -50,10 +52,12 @@ class Run:
     budget: float
     epochs: int = 40
     seed: int = 0
+    tilt: float | None = None  # of a search for widths, which starts from the family's own ratio; None: no search
 
     @property
     def name(self) -> str:
-        return f"{self.family}_{self.data}_{self.budget:g}_{self.epochs}_{self.structure}_{self.seed}"
+        search = "" if self.tilt is None else f"_learned{self.tilt:g}"
+        return f"{self.family}_{self.data}_{self.budget:g}_{self.epochs}_{self.structure}{search}_{self.seed}"
 
 
 def queue() -> list[list[Run]]:
@@ -79,6 +83,31 @@ def queue() -> list[list[Run]]:
     return [first, second, third, lengths, [dataclasses.replace(run, seed=1) for run in first]]
 
 
+def searches() -> list[Run]:
+    """Trainings whose widths are learned, from two starts, for a few depths; and the networks without a search."""
+    depths = {"vgg": ("22222", "22111", "11222", "11111"), "residual": ("222", "122", "112", "123")}
+    learned = [
+        Run(family, f"{depth}-own", data, budget, tilt=tilt)
+        for data in ("cifar10", "cifar100")
+        for family, names in depths.items()
+        for budget in families.FAMILIES[family].budgets[: 2 if family == "vgg" else 1]
+        for depth in names
+        for tilt in (0.0, 0.15)
+    ]
+    separable = [
+        Run("separable", f"{depth}-own", "tiny_imagenet16", 0.25, tilt=tilt)
+        for depth in ("12262", "12242", "12222", "11121")
+        for tilt in (0.0, 0.15)
+    ]
+    plain = [dataclasses.replace(run, structure=run.structure[:-3] + "late", tilt=None) for run in learned if run.tilt]
+    fixed = [run for run in plain if "11222" not in run.structure]
+    fixed += [Run("vgg", "22111-own", data, b) for data in ("cifar10", "cifar100") for b in (0.1, 0.018)]
+    by_data = {"cifar10": [], "cifar100": [], "tiny_imagenet16": separable}
+    for run in (*learned, *fixed):
+        by_data[run.data].append(run)
+    return [run for runs in by_data.values() for run in runs]
+
+
 def load(name: str, folder: Path) -> ArraySet:
     """A data set of the lab, as arrays."""
     return tiny_imagenet.read(folder) if name == "tiny_imagenet16" else cifar.read(cifar.FORMATS[name], folder)
@@ -94,14 +123,26 @@ def train(run: Run, arrays: ArraySet, device: torch.device, precision: str, batc
     environment.set_precision(precision)
     torch.manual_seed(run.seed)
     channels, height, width = arrays.train[0].shape[1:]
-    widths = families.solve(run.family, run.structure, run.budget, arrays.num_classes, (channels, height, width))
+    shape = (channels, height, width)
+    if run.tilt is None:
+        widths = families.solve(run.family, run.structure, run.budget, arrays.num_classes, shape)
+    else:
+        widths = list(families.FAMILIES[run.family].reference.channels)
     model = families.network(run.family, run.structure, widths, arrays.num_classes, channels)
     model = environment.suited(model, device, device)
     sizes = {"batch_size": batch_size, "seed": run.seed, "device": device}
     data = arrays.batches(validation=len(arrays.train[0]) // HELD_OUT, **sizes)
     optimizer, loss_fn = make_optimizer(recipe, model), Loss(recipe)
-    training = PlainTraining(model, optimizer)
     steps, losses, validation = len(data.train), list[float](), list[float]()
+    if run.tilt is None:
+        training: PlainTraining | SparseTraining = PlainTraining(model, optimizer)
+    else:
+        share = families.share(run.family, run.structure, run.budget, arrays.num_classes, shape)
+        policy = EqualWorth(tilt=run.tilt, depth=0)
+        example = next(iter(data.test.epoch(0)))[0][:2]
+        training = SparseTraining(
+            model, optimizer, example, Flops(share), total_steps=run.epochs * steps, policy=policy
+        )
     parts = min(4, steps)  # of an epoch, whose losses are recorded
     began = time.perf_counter()
     for epoch in range(run.epochs):
@@ -115,6 +156,9 @@ def train(run: Run, arrays: ArraySet, device: torch.device, precision: str, batc
         if not all(map(math.isfinite, losses)):
             raise NonFiniteLossError(f"{run.name}: the loss is not finite in epoch {epoch + 1}")
         validation.append(evaluate(model, data, precision)[1])
+    if isinstance(training, SparseTraining):
+        widths = [module.out_channels for module in model.modules() if isinstance(module, nn.Conv2d)]
+        training.finish()
     seconds = time.perf_counter() - began
     # Once, after the last step, and with no part in any choice.
     test = evaluate(model, arrays.batches(validation=0, **sizes), precision)[1]
@@ -178,13 +222,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", help="bfloat16 on a GPU and float32 on a CPU by default")
     parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--searches", action="store_true", help="train the networks whose widths are learned")
     parser.add_argument("--list", action="store_true", help="print the runs that are missing, and train nothing")
     args = parser.parse_args(arguments)
     end = time.time() + 3600 * args.hours
     args.out.mkdir(parents=True, exist_ok=True)
     for claim in args.out.glob("*.claim"):  # of a call that was interrupted, or of a run that failed
         claim.unlink()
-    runs = [run for part in queue() for run in part if re.search(args.only, run.name)]
+    every = searches() if args.searches else [run for part in queue() for run in part]
+    runs = [run for run in every if re.search(args.only, run.name)]
     missing = [run for run in runs if not (args.out / f"{run.name}.json").exists()]
     if args.list:
         print("\n".join(run.name for run in missing))

@@ -48,7 +48,7 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.policies.base import LearnsFrom, check_count, check_type
-from slimstart.policies.budgets import BoundBudget, Budget
+from slimstart.policies.budgets import BoundBudget, Budget, Flops, Params
 from slimstart.policies.depth import layers_to_remove
 from slimstart.policies.masks import places
 from slimstart.policies.widths import ALIGN, Fit
@@ -78,6 +78,9 @@ class EqualWorth:
         depth: exponent of the rule that removes whole layers at the start (see `slimstart.policies.depth`): of the
             layers that can go, a fraction `budget ** depth` remains. 0 keeps all; 0.5 lets depth and width shrink
             alike.
+        tilt: exponent by which layers at low resolution are wider at the start: their fractions are multiplied by
+            `positions ** -tilt`, with the number of positions at which a layer's weights are applied. 0 starts from
+            equal fractions.
 
     Raises:
         ValueError: a setting is out of range.
@@ -90,6 +93,7 @@ class EqualWorth:
     resample_every: int | None = None
     search_steps: int | None = None
     depth: float = 0.0
+    tilt: float = 0.0
 
     coupling: ClassVar[str] = "stream"
     learns_from: ClassVar[LearnsFrom] = "gradients"
@@ -103,6 +107,8 @@ class EqualWorth:
             raise ValueError(f"`rate` is {self.rate}; it must be in (0, 1] (the default: 0.5)")
         if not 0 <= self.depth < math.inf:
             raise ValueError(f"`depth` is {self.depth}; it must be finite and at least 0, which keeps all layers")
+        if not -1 <= self.tilt <= 1:
+            raise ValueError(f"`tilt` is {self.tilt}; it must be in [-1, 1], and 0 means equal fractions")
         if not 0 <= self.pull < math.inf:
             raise ValueError(f"`pull` is {self.pull}; it must be finite and at least 0, which means no pull")
 
@@ -141,8 +147,9 @@ class EqualWorthSearch:
         self.budget: BoundBudget = budget.bind(costs)
         self._fit = Fit(self.budget, costs)
         self._group, self._sizes = self._fit.group, self._fit.sizes
-        self._equal_shares = self._log_widths = self._fit.shares()
-        self._neighbours = neighbours(self.budget, self._group, self._equal_shares.exp() / self._sizes)
+        profile = positions(costs, self._group) ** -settings.tilt
+        self._start = self._log_widths = self._fit.shares(profile if settings.tilt else None)
+        self._neighbours = neighbours(self.budget, self._group, self._start.exp() / self._sizes)
         self.num_rounds, self._begun = 0, False
         self._frozen = torch.zeros(len(self._sizes), dtype=torch.bool)
         # Sums of squared gradients since the last draw, and their number as the last entry: in one tensor, so that one
@@ -237,8 +244,8 @@ class EqualWorthSearch:
         """
         apart = torch.diag(self._neighbours.sum(1)) - self._neighbours
         system = torch.eye(len(wanted)).double() + rate * self.settings.pull * known.double()[:, None] * apart
-        moved: Tensor = torch.linalg.solve(system, wanted - self._equal_shares)
-        return self._equal_shares + moved
+        moved: Tensor = torch.linalg.solve(system, wanted - self._start)
+        return self._start + moved
 
     def _num_different(self) -> Tensor:
         """(G,): number of independent directions of the gradients of each group."""
@@ -344,6 +351,16 @@ def participation(samples: Tensor) -> Tensor:
     of_pairs = products.fill_diagonal_(0).square().sum()
     ratio = own.mean().square() * (num_samples * (num_samples - 1)) / of_pairs
     return torch.where(of_pairs > 0, ratio, n).clamp(1, n)
+
+
+def positions(costs: CostTable, group: Tensor) -> Tensor:
+    """(G,): at how many positions the weights of each group are applied, as FLOPs for each parameter."""
+    everything = torch.ones(costs.num_units)
+    flops, params = (
+        torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add(0, group, one.bind(costs).gradient(everything))
+        for one in (Flops(1.0), Params(1.0))
+    )
+    return (flops / params.clamp(min=1)).clamp(min=1)
 
 
 def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
