@@ -147,8 +147,8 @@ class EqualWorthSearch:
         self.budget: BoundBudget = budget.bind(costs)
         self._fit = Fit(self.budget, costs)
         self._group, self._sizes = self._fit.group, self._fit.sizes
-        profile = positions(costs, self._group) ** -settings.tilt
-        self._start = self._log_widths = self._fit.shares(profile if settings.tilt else None)
+        profile = positions(costs, self._group) ** -settings.tilt if settings.tilt else None
+        self._start = self._log_widths = self._fit.shares(profile)
         self._neighbours = neighbours(self.budget, self._group, self._start.exp() / self._sizes)
         self.num_rounds, self._begun = 0, False
         self._frozen = torch.zeros(len(self._sizes), dtype=torch.bool)
