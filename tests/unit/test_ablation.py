@@ -64,7 +64,7 @@ def test_a_fine_search_is_coarse_in_the_end():
     assert fine[0] != coarse[0]
 
 
-def test_in_equal_shares_another_budget_at_first_ends_where_the_start_is() -> None:
+def test_in_start_another_budget_at_first_ends_where_the_start_is() -> None:
     assert search("frozen_first=2")[-1] == search("frozen")[-1]
 
 

@@ -55,7 +55,7 @@ def test_it_finds_the_widths_of_least_loss(values, pull, rounds, within):
     policy = EqualWorth(align=1, rounds=rounds, pull=pull).start(graph.costs, Flops(0.2))
     a = torch.tensor(values, dtype=torch.float64)
     group = graph.costs.unit_group
-    start, beside = policy._equal_shares, neighbours(policy.budget, group, policy._equal_shares.exp() / SIZES)
+    start, beside = policy._start, neighbours(policy.budget, group, policy._start.exp() / SIZES)
     assert beside[0].tolist() == [0, pytest.approx(0.53, abs=0.01), 0]  # of a chain, the first has one neighbour
     while not policy.is_done:
         mask = policy.draw()[0]
@@ -174,7 +174,7 @@ def test_every_structure_fills_the_budget_with_the_most_important_units(seed, bu
     assert torch.equal(policy.draw()[0], before)  # settled
 
 
-def test_without_gradients_it_keeps_equal_shares():
+def test_without_gradients_it_keeps_start():
     policy = EqualWorth(align=1).start(CHAIN().costs, Flops(0.3))
     assert isinstance(policy, GradientLearner)
     shares = policy.widths / torch.bincount(CHAIN().costs.unit_group)
