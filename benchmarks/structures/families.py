@@ -27,7 +27,7 @@ from slimstart.lab.models.vgg import VGG19, vgg19
 from slimstart.policies import Flops
 from slimstart.policies.depth import layers_to_remove
 
-TILTS = {"front": 1 / 3, "even": 2 / 3, "own": 1.0, "late": LATE}
+TILTS = {"front": 1 / 3, "even": 2 / 3, "own": 1.0, "late": LATE, "later": 1.6}
 TOLERANCE = 0.01  # of the FLOPs of a structure, to those of the budget
 MOBILENET_V2 = Stages((2, 3, 4, 3, 3), (24, 32, 64, 96, 160))
 EXPANSION, STRIDES = 6, (1, 2, 2, 1, 2)

@@ -39,6 +39,7 @@ from slimstart.steps import PlainTraining
 from slimstart.training import SparseTraining
 
 HELD_OUT = 10  # one training image of so many is held out, for the choice of structures
+DATA = ("cifar100", "cifar10", "tiny_imagenet16")
 RESTARTS = 10  # of processes that have failed
 
 
@@ -58,6 +59,16 @@ class Run:
     def name(self) -> str:
         search = "" if self.tilt is None else f"_learned{self.tilt:g}"
         return f"{self.family}_{self.data}_{self.budget:g}_{self.epochs}_{self.structure}{search}_{self.seed}"
+
+    @classmethod
+    def named(cls, name: str) -> Run:
+        """The run of a name, of which only the first four parts and the structure are needed."""
+        data = next(data for data in DATA if f"_{data}_" in name)
+        family, _, rest = name.partition(f"_{data}_")
+        budget, epochs, structure, *more = rest.split("_")
+        tilt = next((float(part.removeprefix("learned")) for part in more if part.startswith("learned")), None)
+        seed = int(more[-1]) if more and more[-1].isdigit() else 0
+        return cls(family, structure, data, float(budget), int(epochs), seed, tilt)
 
 
 def queue() -> list[list[Run]]:
@@ -81,31 +92,6 @@ def queue() -> list[list[Run]]:
         for structure in families.FAMILIES[name].candidates
     ]
     return [first, second, third, lengths, [dataclasses.replace(run, seed=1) for run in first]]
-
-
-def searches() -> list[Run]:
-    """Trainings whose widths are learned, from two starts, for a few depths; and the networks without a search."""
-    depths = {"vgg": ("22222", "22111", "11222", "11111"), "residual": ("222", "122", "112", "123")}
-    learned = [
-        Run(family, f"{depth}-own", data, budget, tilt=tilt)
-        for data in ("cifar10", "cifar100")
-        for family, names in depths.items()
-        for budget in families.FAMILIES[family].budgets[: 2 if family == "vgg" else 1]
-        for depth in names
-        for tilt in (0.0, 0.15)
-    ]
-    separable = [
-        Run("separable", f"{depth}-own", "tiny_imagenet16", 0.25, tilt=tilt)
-        for depth in ("12262", "12242", "12222", "11121")
-        for tilt in (0.0, 0.15)
-    ]
-    plain = [dataclasses.replace(run, structure=run.structure[:-3] + "late", tilt=None) for run in learned if run.tilt]
-    fixed = [run for run in plain if "11222" not in run.structure]
-    fixed += [Run("vgg", "22111-own", data, b) for data in ("cifar10", "cifar100") for b in (0.1, 0.018)]
-    by_data = {"cifar10": [], "cifar100": [], "tiny_imagenet16": separable}
-    for run in (*learned, *fixed):
-        by_data[run.data].append(run)
-    return [run for runs in by_data.values() for run in runs]
 
 
 def load(name: str, folder: Path) -> ArraySet:
@@ -222,14 +208,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", help="bfloat16 on a GPU and float32 on a CPU by default")
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--searches", action="store_true", help="train the networks whose widths are learned")
+    parser.add_argument("--runs", type=Path, help="file with the name of a run on each line, in place of the queue")
     parser.add_argument("--list", action="store_true", help="print the runs that are missing, and train nothing")
     args = parser.parse_args(arguments)
     end = time.time() + 3600 * args.hours
     args.out.mkdir(parents=True, exist_ok=True)
     for claim in args.out.glob("*.claim"):  # of a call that was interrupted, or of a run that failed
         claim.unlink()
-    every = searches() if args.searches else [run for part in queue() for run in part]
+    every = [run for part in queue() for run in part]
+    if args.runs:
+        every = [Run.named(line) for line in args.runs.read_text().split()]
     runs = [run for run in every if re.search(args.only, run.name)]
     missing = [run for run in runs if not (args.out / f"{run.name}.json").exists()]
     if args.list:
