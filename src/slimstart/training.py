@@ -81,9 +81,9 @@ class SparseTraining(Stepping):
         max_grad_norm: maximum norm of all gradients together, to which `step` clips them.
         scaler: gradient scaler that `step` uses, for float16.
         pretrained: whether the model has been trained. By default it counts as pretrained if the optimizer has state,
-            or a batch norm has counted batches. In a new model, norms and means over channels shrink with them
-            (`norms="shrink"` of `slimstart.trace`); and for policies that learn from gradients, weights are scaled to
-            the fan-in of the narrow network, as if that had been initialised directly.
+            or a batch norm has counted batches. A pretrained model keeps all its layers. In a new one, norms and means
+            over channels shrink with them (`norms="shrink"` of `slimstart.trace`); and for policies that learn from
+            gradients, weights are scaled to the fan-in of the narrow network, as if that had been initialised directly.
         full_model_device: "cpu" for a model that is larger than the device it is trained on. Dense weights and their
             optimizer state stay on the CPU, where the model must be; the narrow network is on the device of
             `example_inputs`.
@@ -141,7 +141,9 @@ class SparseTraining(Stepping):
             norms = "keep" if pretrained else "shrink"
             graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep, norms)
         self._check_prunable(graph)
-        self.learner: Learner = self.policy.start(graph.costs, budget, total_steps)
+        # A trained network would be another one without a layer.
+        self._costs = replace(graph.costs, layers=()) if pretrained else graph.costs
+        self.learner: Learner = self.policy.start(self._costs, budget, total_steps)
         first = graph.without(graph.layers[i].name for i in removed_layers(self.learner))
         if first.removed:
             with uncompiled():
@@ -591,7 +593,7 @@ class SparseTraining(Stepping):
             state = read()
             with training_state.reporting_misfits():
                 saved = training_state.checked(state, self._networks, self._optimizers, self._model_state)
-                trial = self.policy.start(self._networks.dense_graph.costs, self._budget, self._total_steps)
+                trial = self.policy.start(self._costs, self._budget, self._total_steps)
                 training_state.check_masks(saved, trial.num_masks, self._structure.gradients is None)
                 trial.load_state_dict(saved.policy)
                 return saved, training_state.prepare(saved, self._networks, self._optimizers)

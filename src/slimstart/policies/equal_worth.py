@@ -48,8 +48,8 @@ from torch import Tensor
 from slimstart.costs import CostTable
 from slimstart.errors import CheckpointError
 from slimstart.policies.base import LearnsFrom, check_count, check_type
-from slimstart.policies.budgets import BoundBudget, Budget, Flops, Params
-from slimstart.policies.depth import layers_to_remove
+from slimstart.policies.budgets import BoundBudget, Budget, Params
+from slimstart.policies.depth import GAMMA, layers_to_remove
 from slimstart.policies.masks import places
 from slimstart.policies.widths import ALIGN, Fit
 
@@ -76,11 +76,9 @@ class EqualWorth:
             length is not known.
         search_steps: length of the search; by default a fifth of the training.
         depth: exponent of the rule that removes whole layers at the start (see `slimstart.policies.depth`): of the
-            layers that can go, a fraction `budget ** depth` remains. 0 keeps all; 0.5 lets depth and width shrink
-            alike.
-        tilt: exponent by which layers at low resolution are wider at the start: their fractions are multiplied by
-            `positions ** -tilt`, with the number of positions at which a layer's weights are applied. 0 starts from
-            equal fractions.
+            layers that can go, about a fraction `budget ** depth` remains. 0 keeps all.
+        tilt: exponent by which layers are wider at the start where a weight costs little, as on small feature maps:
+            fractions are proportional to `c ** -tilt`, with c the cost of one weight. 0 starts from equal fractions.
 
     Raises:
         ValueError: a setting is out of range.
@@ -92,8 +90,8 @@ class EqualWorth:
     align: int = ALIGN
     resample_every: int | None = None
     search_steps: int | None = None
-    depth: float = 0.0
-    tilt: float = 0.0
+    depth: float = GAMMA
+    tilt: float = 0.15
 
     coupling: ClassVar[str] = "stream"
     learns_from: ClassVar[LearnsFrom] = "gradients"
@@ -142,12 +140,12 @@ class EqualWorthSearch:
         self.window = window if settings.resample_every is None else settings.resample_every
         self.rounds = settings.rounds if steps is None else min(settings.rounds, max(1, round(steps / self.window)))
         self.settings, self.align = settings, settings.align
-        self.removed = layers_to_remove(costs, budget, settings.depth) if settings.depth and costs.layers else ()
+        self.removed = layers_to_remove(costs, budget, settings.depth, total_steps)
         costs = costs.without(self.removed)
         self.budget: BoundBudget = budget.bind(costs)
         self._fit = Fit(self.budget, costs)
         self._group, self._sizes = self._fit.group, self._fit.sizes
-        profile = positions(costs, self._group) ** -settings.tilt if settings.tilt else None
+        profile = cost_of_a_weight(self.budget, costs, self._group) ** -settings.tilt if settings.tilt else None
         self._start = self._log_widths = self._fit.shares(profile)
         self._neighbours = neighbours(self.budget, self._group, self._start.exp() / self._sizes)
         self.num_rounds, self._begun = 0, False
@@ -353,14 +351,16 @@ def participation(samples: Tensor) -> Tensor:
     return torch.where(of_pairs > 0, ratio, n).clamp(1, n)
 
 
-def positions(costs: CostTable, group: Tensor) -> Tensor:
-    """(G,): at how many positions the weights of each group are applied, as FLOPs for each parameter."""
-    everything = torch.ones(costs.num_units)
-    flops, params = (
-        torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add(0, group, one.bind(costs).gradient(everything))
-        for one in (Flops(1.0), Params(1.0))
+def cost_of_a_weight(budget: BoundBudget, costs: CostTable, group: Tensor) -> Tensor:
+    """(G,): the cost of each group in the unit of the budget, for each of its parameters.
+
+    With a budget of FLOPs that is the number of positions at which they are applied; with one of parameters it is 1.
+    """
+    everything, totals = torch.ones(costs.num_units), torch.zeros(int(group.max()) + 1, dtype=torch.float64)
+    cost, params = (
+        totals.index_add(0, group, one.gradient(everything)) for one in (budget, Params(1.0).bind(costs))
     )
-    return (flops / params.clamp(min=1)).clamp(min=1)
+    return cost.clamp(min=1e-9 * budget.dense) / params.clamp(min=1)
 
 
 def neighbours(budget: BoundBudget, group: Tensor, shares: Tensor) -> Tensor:
