@@ -22,6 +22,7 @@ from tests.layer_policy import Rounds
 GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(8, 3, 6, 6, generator=GENERATOR)
 LABELS = torch.randint(0, 4, (8,), generator=GENERATOR)
+PARTS = 10  # of the longest test, for processes that share it
 PACKAGE = os.path.dirname(slimstart.__file__)
 POLICIES: dict[str, Any] = {
     "equal_worth": EqualWorth(resample_every=2, rounds=8, align=1, pull=0.0),
@@ -110,7 +111,11 @@ class Interrupted:
         return False
 
 
-def check(policy: str, tmp_path: Any, number: int) -> None:
+def check(policy: str, tmp_path: Any, number: int, part: int = 0, parts: int = 1) -> None:
+    """Interrupt a change at so many random lines; of these, one of several equal parts."""
+    make(policy)  # imports what is imported on demand
+    gc.collect()
+    gc.freeze()  # there is a collection for every interrupt, which looks at what is made from here on only
     model, sparse = make(policy)
     before = structure(model, sparse)
     count = Interrupted(0)
@@ -118,7 +123,8 @@ def check(policy: str, tmp_path: Any, number: int) -> None:
     after = structure(model, sparse)
     assert before[1] != after[1]  # the structure changes in this step
     generator = random.Random(number)
-    for at in sorted(generator.sample(range(1, count.count + 1), min(number, count.count))):
+    lines = sorted(generator.sample(range(1, count.count + 1), min(number, count.count)))
+    for at in lines[part::parts]:
         model, sparse = make(policy)
         assert structure(model, sparse) == before
         assert Interrupted(at).run(lambda training=sparse: training.step(loss_fn, IMAGES, LABELS))
@@ -146,9 +152,10 @@ def test_some_interrupts_leave_no_partial_change(policy: str, tmp_path: Any) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_all_interrupts_leave_no_partial_change(policy: str, tmp_path: Any) -> None:
-    check(policy, tmp_path, 500)
+def test_all_interrupts_leave_no_partial_change(policy: str, part: int, tmp_path: Any) -> None:
+    check(policy, tmp_path, 500, part, PARTS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
