@@ -153,6 +153,7 @@ class Steps:
         """Replace the pools, after a failed capture, which may have corrupted them, or to free their memory."""
         torch.cuda.synchronize()
         self._optimizer.zero_grad(set_to_none=True)  # gradients of a captured step are in its pool
+        self._pools = None  # so that the new ones do not lack the memory of the old ones
         self._pools = pools = Pool(self._device), Pool(self._device)
         return pools
 
@@ -195,6 +196,7 @@ class Steps:
             # Graphs share the offset of the random generator: two that run at once would draw the same numbers.
             main.wait_stream(self.side)
         kind.forward.replay()
+        result = kind.result()  # before the update: a lack of memory leaves the weights as they were
         if learn is not None:
             main.wait_stream(self.side)
             self._forwarded.record(main)
@@ -204,7 +206,7 @@ class Steps:
             with torch.cuda.stream(self.side):
                 learn()
             main.wait_stream(self.side)  # before the next step overwrites the losses
-        return kind.result()
+        return result
 
     def release(self) -> None:
         """Free the memory of all graphs; no further step may follow."""

@@ -61,6 +61,8 @@ def stage(
     block: Callable[[int, int, int], nn.Module], inputs: int, outputs: int, num_blocks: int, stride: int
 ) -> nn.Sequential:
     """Residual blocks in a row; the first of them changes the shape."""
+    if num_blocks < 1:
+        raise ValueError(f"a stage has {num_blocks} blocks; it needs one, which changes the shape")
     rest = (block(outputs, outputs, 1) for _ in range(num_blocks - 1))
     return nn.Sequential(block(inputs, outputs, stride), *rest)
 
