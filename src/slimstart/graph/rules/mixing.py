@@ -274,6 +274,13 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
         nodes = torch.zeros((1, 1, 1), dtype=torch.int64) if value is None else value.nodes
         fields.append(nodes.view((1,) * (3 - nodes.dim()) + nodes.shape))
     left, right = fields
+    fixed = "it is multiplied by a tensor of fixed size"
+    if right.shape[1] == right.numel() > 1 == left.shape[2]:  # the sum runs over it, but over no channels of the other
+        tracer.keep_all([second], fixed)
+        right = torch.zeros_like(right[:, :1])
+    elif left.shape[2] == left.numel() > 1 == right.shape[1]:
+        tracer.keep_all([first], fixed)
+        left = torch.zeros_like(left[:, :, :1])
     sizes = {"b": (left.shape[0], right.shape[0]), "k": (left.shape[2], right.shape[1])}
     rows, columns = left.shape[1] > 1, right.shape[2] > 1
     unmatched = any((a > 1) != (b > 1) for a, b in sizes.values())
@@ -286,6 +293,11 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     if (rows and columns) or unmatched or (sizes["k"][0] > 1 and (rows or columns)):
         tracer.keep_all([first, second], "it is multiplied in a way that is not followed")
         return _cost(tracer, total)
+    if left.shape[0] == left.shape[2] == 1 and (rows or columns):
+        tracer.keep_all([second if rows else first], "it is combined with every channel of another tensor")
+        nodes = left if rows else right
+        tracer.set(result, nodes.view(nodes.shape[3 - result.dim() :]))
+        return _cost(tracer, total, [when_carried(node) for node in nodes.reshape(-1).tolist()])
     meet = pairwise(left[:, :1, :], right[:, :, :1].transpose(1, 2), tracer.constraints.multiplied)
     _whole_heads(tracer, left)
     _whole_heads(tracer, right)
@@ -300,8 +312,6 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
         factors.append([when_carried(node) for node in batch.reshape(-1).tolist()])
     elif sizes["k"][0] > 1:
         factors.append([when_carried(node) for node in meet.reshape(-1).tolist()])
-    elif rows or columns:
-        factors.append([when_carried(node) for node in nodes.reshape(-1).tolist()])
     return _cost(tracer, total, *factors)
 
 
