@@ -302,6 +302,7 @@ class _Functions(TorchFunctionMode):
         sizes = [leaf for leaf in leaves if isinstance(leaf, Size)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if sizes else []
         constant = bool(tensors) and all(self.tracer.value(tensor) is None for tensor in tensors)
+        constant = constant and name not in _CREATING  # `mask.new_zeros(c)` has a rule
         return sizes if constant or name.strip("_") in _ARITHMETIC else []
 
     def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -331,7 +332,7 @@ _COSTLY = frozenset(
 )  # counted even where nothing in them can shrink
 
 
-_CREATING = frozenset("zeros ones full empty rand randn".split())
+_CREATING = frozenset("zeros ones full empty rand randn new_zeros new_ones new_full new_empty".split())
 _MOVES = frozenset(
     "view reshape _unsafe_view unflatten expand permute transpose t chunk split split_with_sizes slice select unbind "
     "squeeze unsqueeze contiguous clone alias _to_copy to".split()
@@ -358,7 +359,7 @@ class _Operations(TorchDispatchMode):
             tracer.keep_averaged(tensors)
         if name not in _TAKES_BIAS:
             tracer.pin_pieces(tensors)
-        created = name in _CREATING and any(isinstance(leaf, Size) for leaf in tree_flatten(tracer.written)[0])
+        created = name in _CREATING and any(isinstance(leaf, Size | Shape) for leaf in tree_flatten(tracer.written)[0])
         if name not in _COSTLY and not created and all(tracer.value(tensor) is None for tensor in tensors):
             return func(*args, **kwargs)
         if name in _RECURRENT:  # PyTorch's module checks sizes against its attributes
