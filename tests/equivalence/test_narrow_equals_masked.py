@@ -165,6 +165,7 @@ NOT_IN_REFERENCE = {
     "position_constant": "ones are added in place of a bias that goes with its channel",
     "pad_channels": "padded zeros are not live, but always there",
     "where_branches": "a parameter of the model itself goes with channels",
+    "state_space": "a parameter of the model itself goes with channels",
     "fourier_channels": "ones cancel in a transform",
     "dropout2d": "random numbers in the forward",
     "functional_batch_norm": "the layer is a function",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import attention, cnn, large, odd, transformers
+from . import attention, buffers, cnn, large, odd, transformers
 
 __all__ = ["LARGE", "ZOO", "Entry", "call", "cast", "shake", "tensors"]
 
@@ -205,6 +205,11 @@ ZOO: dict[str, Entry] = {
     "upcast_norm": Entry(attention.UpcastNorm, _sequence),
     "class_token": Entry(attention.ClassToken, _sequence, 0.95),
     "key_value_cache": Entry(partial(attention.Residual, attention.Cached), _sequence, 0.95),
+    # buffers
+    "state_space": Entry(buffers.StateSpace, _sequence, 0.95),
+    "preallocated": Entry(buffers.Preallocated, _sequence, 0.95),
+    "changed_through_view": Entry(buffers.ChangedThroughView, _sequence),
+    "created_width": Entry(buffers.CreatedWidth, _sequence, 0.95),
     # odd
     "shared_conv": Entry(odd.SharedConv, _image),
     "siamese": Entry(odd.Siamese, _pair(_image, _floats(2, 3, 16, 12))),

@@ -95,7 +95,7 @@ def store(tracer: Tracer, call: Call, nodes: Tensor) -> None:
     """Set the nodes of the result, which for an in-place form is its first argument."""
     result: Tensor = call.result
     if call.func._schema.is_mutable and result is call.subject:
-        tracer.overwrite(result, nodes)
+        tracer.write(result, nodes)
     else:
         tracer.set(result, nodes)
 
@@ -239,6 +239,21 @@ def fill(tracer: Tracer, call: Call) -> None:
     """One number for all entries: those of a copy of a parameter remain what they are, whichever exist (Swin V2)."""
     if tracer.parameter(call["self"]) is None:
         tracer.keep_all([call["self"]], "it is written over")
+
+
+@register_rule("copy")
+def copy(tracer: Tracer, call: Call) -> None:
+    """A copy into a tensor that is as wide: from then on its channels are those that are copied."""
+    target, source = call["self"], call["src"]
+    before, value = tracer.activation(target), tracer.activation(source)
+    if before is None and value is None:
+        return tracer.keep_all([target, source], "it is written over")
+    if before is None or value is None or before.nodes.shape != (nodes := _aligned(value.nodes, target.dim())).shape:
+        tracer.keep_all([target, source], "it is copied into a tensor of another size")
+        return tracer.write(target, torch.zeros((1,) * target.dim(), dtype=torch.int64))
+    for pair in torch.stack([before.nodes, nodes], -1).view(-1, 2).unique(dim=0).tolist():
+        tracer.constraints.equally_wide(*pair)
+    return tracer.write(target, nodes)
 
 
 @register_rule("expand_as", "view_as", "reshape_as")
