@@ -183,6 +183,7 @@ ZOO: dict[str, Entry] = {
     "einsum_attention": Entry(transformers.EinsumAttention, _floats(2, 6, 12)),
     # attention
     "compared_head_width": Entry(partial(attention.Residual, attention.ComparesHeadWidth), _sequence, 0.95),
+    "shared_keys": Entry(partial(attention.Residual, attention.SharedKeys), _sequence, 0.95),
     "indexed_qkv": Entry(partial(attention.Residual, attention.Indexed), _sequence, 0.95),
     "flat_batch_norm": Entry(attention.FlatNormStream, _sequence, 0.95),
     "cached_bias": Entry(partial(attention.Residual, attention.CachedBias), _sequence, 0.95),

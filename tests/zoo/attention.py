@@ -43,6 +43,24 @@ class ComparesHeadWidth(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
+class SharedKeys(nn.Module):
+    """All heads of queries share one head of keys and values, taken from the end of one tensor (Falcon)."""
+
+    def __init__(self, dim, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, (heads + 2) * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        qkv = self.qkv(x).view(b, n, self.heads + 2, self.width)
+        q, k, v = (t.transpose(1, 2) for t in (qkv[..., :-2, :], qkv[..., [-2], :], qkv[..., [-1], :]))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.view(b, self.heads, n, self.width).permute(0, 2, 1, 3)
+        return self.proj(y.reshape(b, n, self.heads * self.width))
+
+
 class Indexed(nn.Module):
     """Queries, keys and values taken from one tensor by index (torchvision's Swin, CaiT)."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Layout, OperationCost, Presence, when_carried, when_live
 from slimstart.graph.rules.norms import count_groups, per_channel_layer
-from slimstart.graph.rules.pointwise import along_dimension
+from slimstart.graph.rules.pointwise import along_dimension, changed
 from slimstart.graph.rules.register import register_rule
 from slimstart.graph.rules.shapes import argument_as_written, pairwise
 from slimstart.graph.tracer import Call, Tracer, Value
@@ -324,7 +324,10 @@ def _whole_heads(tracer: Tracer, nodes: Tensor) -> None:
 
 @register_rule("scaled_dot_product_attention")
 def attention(tracer: Tracer, call: Call) -> None:
-    """Attention, from which whole heads are removed: query heads together with their key and value heads."""
+    """Attention, from which whole heads are removed: query heads together with their key and value heads.
+
+    One head of keys and values that all heads share is kept.
+    """
     query, key, value = call["query"], call["key"], call["value"]
     total = query.numel() * key.shape[-2] + query.shape[:-1].numel() * value.shape[-2] * value.shape[-1]
     fields = [tracer.activation(t) for t in (query, key, value)]
@@ -345,6 +348,9 @@ def attention(tracer: Tracer, call: Call) -> None:
     if biases is None:
         tracer.keep_all([query, key, value, mask], "attention over channels that are not heads")
         return _cost(tracer, total)
+    if len(rows[1]) == len(rows[2]) == 1 < len(rows[0]):
+        tracer.keep_all([key, value], "all heads share it")
+        rows[1:] = rows[0], changed(tracer, rows[0][:, :1])
     repeats = rows[0].shape[0] // rows[1].shape[0]
     for head in range(rows[1].shape[0]):
         mine = slice(head * repeats, (head + 1) * repeats)

@@ -260,9 +260,13 @@ def pick(tracer: Tracer, call: Call) -> None:
         touched = [call.arguments.get("dim", call.arguments.get("dimension")) % tensor.dim()]
     fixed = [dim for dim in value.varies() if dim in touched] if value.source is None else []
     reason = f"fixed positions of it are taken ({call.name})"
+    last = _counted_from_end(call) if fixed == touched and len(value.varies()) > 1 else 0
     # The index tensor of `gather` has a size along every dimension, so no other dimension can shrink.
     if fixed and (len(fixed) == len(value.varies()) or call.name in ("gather", "take_along_dim")):
         tracer.constraints.keep_all(value.nodes, reason)
+    elif last:  # (heads + 2, width): heads before them can go
+        rows = value.nodes.movedim(fixed[0], 0)[-last:]
+        tracer.constraints.keep_all(rows, f"part of it is taken in {tracer.modules[-1] or 'the forward'}")
     elif fixed:  # (3, heads, width): the pieces shrink inside
         sizes: list[Expression | int | None] = [None] * len(value.shape)
         tracer.constraints.layouts.append(_layout(value.nodes, sizes, reason, rigid=tuple(fixed)))
@@ -270,6 +274,15 @@ def pick(tracer: Tracer, call: Call) -> None:
     if moved is not None and moved.source is None and len(moved.varies()) > 1:
         tracer.constraints.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is indexed"))
     return None
+
+
+def _counted_from_end(call: Call) -> int:
+    """How many of the last positions a list of negative numbers, as in `x[:, [-2, -1]]`, may take; 0 for others."""
+    key = call.written[1][1] if call.name == "index" and call.written and len(call.written[1]) > 1 else ()
+    lists = [part for part in key if isinstance(part, list)] if isinstance(key, tuple) else []
+    numbers = [number for part in lists for number in part]
+    negative = len(lists) == 1 and all(type(number) is int and number < 0 for number in numbers)
+    return -min(numbers) if negative and numbers else 0
 
 
 @register_rule("unbind")
