@@ -184,6 +184,7 @@ ZOO: dict[str, Entry] = {
     # attention
     "compared_head_width": Entry(partial(attention.Residual, attention.ComparesHeadWidth), _sequence, 0.95),
     "shared_keys": Entry(partial(attention.Residual, attention.SharedKeys), _sequence, 0.95),
+    "configured_heads": Entry(partial(attention.Residual, attention.configured_layers), _sequence, 0.95),
     "indexed_qkv": Entry(partial(attention.Residual, attention.Indexed), _sequence, 0.95),
     "flat_batch_norm": Entry(attention.FlatNormStream, _sequence, 0.95),
     "cached_bias": Entry(partial(attention.Residual, attention.CachedBias), _sequence, 0.95),

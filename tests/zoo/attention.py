@@ -1,5 +1,7 @@
 """Attention as the models of torchvision, timm and transformers write it, each in one small network."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -59,6 +61,37 @@ class SharedKeys(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.view(b, self.heads, n, self.width).permute(0, 2, 1, 3)
         return self.proj(y.reshape(b, n, self.heads * self.width))
+
+
+@dataclass
+class HeadsConfig:
+    dim: int
+    heads: int = 4
+    groups: int = 2
+
+
+class ConfiguredHeads(nn.Module):
+    """The forward reads the number of heads from a configuration that all layers share (Phi-3, nanoGPT)."""
+
+    def __init__(self, config, width=4):
+        super().__init__()
+        self.config, self.width, self.groups = config, width, config.groups
+        self.qkv = nn.Linear(config.dim, (config.heads + 2 * config.groups) * width)
+        self.proj = nn.Linear(config.heads * width, config.dim)
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], -1, self.width)
+        start = self.config.heads * self.width
+        end = start + self.groups * self.width
+        qkv = self.qkv(x)
+        q, k, v = (t.view(shape).transpose(1, 2) for t in (qkv[..., :start], qkv[..., start:end], qkv[..., end:]))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return x + self.proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+def configured_layers(dim):
+    config = HeadsConfig(dim)
+    return nn.Sequential(ConfiguredHeads(config), ConfiguredHeads(config))
 
 
 class Indexed(nn.Module):

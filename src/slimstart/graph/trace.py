@@ -181,6 +181,11 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
                 elif type(value) in (list, tuple) and value and all(map(_is_count, value)):
                     entries = [tracer.size_of_attribute(name, f"{attribute}[{i}]", v) for i, v in enumerate(value)]
                     module.__dict__[attribute] = type(value)(entries)
+                elif _is_configuration(value):
+                    module.__dict__[attribute] = own = copy.copy(value)  # other modules may have the same one
+                    for inner, count in list(vars(own).items()):
+                        if _is_count(count):
+                            vars(own)[inner] = tracer.size_of_attribute(name, f"{attribute}.{inner}", count)
         elif isinstance(module, nn.MultiheadAttention):
             follow_heads(tracer, name, module)
     tracer.shapes = {
@@ -205,6 +210,12 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
 def _is_count(value: Any) -> bool:
     """Whether the value of an attribute may be a number of channels."""
     return isinstance(value, int) and not isinstance(value, bool) and int(value) > 0
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether an attribute is an object with settings, by the name of its class."""
+    named = any(base.__name__.endswith(("Config", "Args", "Namespace")) for base in type(value).__mro__)
+    return named and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Tensor)
 
 
 def _is_native(module: nn.Module) -> bool:
