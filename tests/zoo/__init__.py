@@ -193,6 +193,8 @@ ZOO: dict[str, Entry] = {
     "bucket_embedding": Entry(partial(attention.Residual, attention.BucketEmbedding), _sequence, 0.95),
     "expanded_gate": Entry(attention.ExpandedGate, _image, 0.9, whole=("gate",)),
     "input_width": Entry(partial(attention.Residual, attention.InputWidth), _sequence, 0.95),
+    "one_head": Entry(partial(attention.Residual, attention.OneHead), _sequence),
+    "scaled_head": Entry(partial(attention.Residual, attention.ScaledHead), _sequence, 0.95),
     "joined_bias": Entry(partial(attention.Residual, attention.JoinedBias), _sequence, 0.95),
     "split_list": Entry(partial(attention.MixedKernels, list), _image, 0.95),
     "split_tuple": Entry(partial(attention.MixedKernels, tuple), _image, 0.95),

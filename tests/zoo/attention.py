@@ -128,6 +128,41 @@ class InputWidth(nn.Module):
         return self.proj((attn @ v).transpose(1, 2).reshape(b, n, c))
 
 
+class OneHead(nn.Module):
+    """Attention of a stage with a single head, whose scale is that of its channels (PVT v2, Twins)."""
+
+    def __init__(self, dim, heads=1):
+        super().__init__()
+        self.num_heads, self.head_dim = heads, dim // heads
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q = self.q(x).reshape(b, n, self.num_heads, -1).transpose(1, 2)
+        k, v = self.kv(x).reshape(b, -1, 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(b, n, c))
+
+
+class ScaledHead(nn.Module):
+    """A single head without a dimension for heads, a mask, and a scale that is given."""
+
+    def __init__(self, dim, width=10, outputs=7):
+        super().__init__()
+        self.scale = width**-0.5
+        self.q = nn.Linear(dim, width)
+        self.k = nn.Linear(dim, width)
+        self.v = nn.Linear(dim, outputs)
+        self.proj = nn.Linear(outputs, dim)
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        y = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), mask, scale=self.scale)
+        return self.proj(y)
+
+
 class JoinedBias(nn.Module):
     """Queries and values have a bias, keys have zeros (BEiT, EVA-02, Swin v2)."""
 

@@ -21,9 +21,12 @@ from slimstart.graph.sizes import Attribute, Expression, Size
 
 OVER_CHANNELS = frozenset(
     "layer_norm rms_norm group_norm batch_norm mean var std var_mean std_mean norm linalg_norm "
-    "linalg_vector_norm".split()
+    "linalg_vector_norm scaled_dot_product_attention".split()
 )
-"""Functions whose result depends on the number of channels they run over, which may be those that exist."""
+"""Functions whose result depends on the number of channels they run over, which may be those that exist.
+
+Attention has a scale that depends on it.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -326,7 +326,7 @@ def _whole_heads(tracer: Tracer, nodes: Tensor) -> None:
 def attention(tracer: Tracer, call: Call) -> None:
     """Attention, from which whole heads are removed: query heads together with their key and value heads.
 
-    One head of keys and values that all heads share is kept.
+    One head of keys and values that all heads share is kept. With a single head of queries, single channels can go.
     """
     query, key, value = call["query"], call["key"], call["value"]
     total = query.numel() * key.shape[-2] + query.shape[:-1].numel() * value.shape[-2] * value.shape[-1]
@@ -344,6 +344,8 @@ def attention(tracer: Tracer, call: Call) -> None:
             break
         nodes = field.nodes.movedim(heads, 0)
         rows.append(nodes.reshape(len(nodes), -1).expand(tensor.shape[heads], -1))
+    if usable and all(field is not None and field.varies() == [query.dim() - 1] for field in fields):
+        return _one_head(tracer, call, rows)
     biases = _head_biases(tracer, mask, rows[0], heads - query.dim()) if usable else None
     if biases is None:
         tracer.keep_all([query, key, value, mask], "attention over channels that are not heads")
@@ -361,6 +363,25 @@ def attention(tracer: Tracer, call: Call) -> None:
     shape[heads], shape[-1] = call.result.shape[heads], rows[2].shape[1]
     tracer.set(call.result, rows[2].repeat_interleave(repeats, 0).view(shape))
     return _cost(tracer, total, [when_carried(node) for node in rows[0][:, 0].tolist()])
+
+
+def _one_head(tracer: Tracer, call: Call, rows: list[Tensor]) -> None:
+    """Follow attention with a single head: channels of queries go with those of keys, channels of values alone.
+
+    Args:
+        rows: nodes of queries, keys and values; all rows of each are the same.
+    """
+    query, key, value, mask = call["query"], call["key"], call["value"], call.arguments.get("attn_mask")
+    if (bias := tracer.activation(mask)) is not None and bias.varies():
+        return tracer.keep_all([query, key, value, mask], "attention over channels that are not heads")
+    tracer.keep_all([mask], "it is the same for all channels")
+    if call["scale"] is None and tracer.shrinks_over(query, query.dim() - 1) is None:
+        tracer.keep_all([query, key], "the scale of attention is that of all channels")
+    meet = pairwise(rows[0][0], rows[1][0], tracer.constraints.multiplied)
+    tracer.set_channels(call.result, call.result.dim() - 1, rows[2][0].tolist())
+    _cost(tracer, query.numel() * key.shape[-2], [when_carried(node) for node in meet.tolist()])
+    outputs = [when_carried(node) for node in rows[2][0].tolist()]
+    return _cost(tracer, query.shape[:-1].numel() * value.shape[-2] * value.shape[-1], outputs)
 
 
 def _head_biases(tracer: Tracer, mask: Tensor | None, queries: Tensor, dim: int) -> list[int] | None:
