@@ -199,6 +199,7 @@ ZOO: dict[str, Entry] = {
     "split_list": Entry(partial(attention.MixedKernels, list), _image, 0.95),
     "split_tuple": Entry(partial(attention.MixedKernels, tuple), _image, 0.95),
     "zero_bias": Entry(partial(attention.Residual, attention.ZeroBias), _sequence, 0.95),
+    "added_slopes": Entry(partial(attention.Residual, attention.AddedSlopes), _sequence, 0.95),
     "shifted_window": Entry(partial(attention.Residual, attention.ShiftedWindow), _sequence, 0.95),
     "computed_bias": Entry(partial(attention.Residual, attention.ComputedBias), _sequence, 0.95),
     "channel_attention": Entry(partial(attention.Residual, attention.ChannelAttention), _sequence, 0.95),

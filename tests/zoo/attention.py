@@ -293,6 +293,26 @@ class ZeroBias(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
 
 
+class AddedSlopes(nn.Module):
+    """Scores to which a slope of its own is added for every head, computed from their number (Bloom)."""
+
+    def __init__(self, dim, heads=3, width=4):
+        super().__init__()
+        self.heads, self.width, self.scale = heads, width, width**-0.5
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        slopes = torch.tensor([2.0**-i for i in range(self.heads)], dtype=x.dtype, device=x.device).repeat(b)
+        added = slopes[:, None, None] * torch.arange(n, device=x.device)
+        qkv = self.qkv(x).view(b, n, self.heads, 3, self.width)
+        q, k, v = (qkv[..., i, :].transpose(1, 2).reshape(b * self.heads, -1, self.width) for i in range(3))
+        scores = added.baddbmm(q, k.transpose(1, 2), alpha=self.scale).view(b, self.heads, n, n).softmax(-1)
+        y = torch.bmm(scores.view(b * self.heads, n, n), v).view(b, self.heads, n, self.width)
+        return self.proj(y.transpose(1, 2).reshape(b, n, self.heads * self.width))
+
+
 class ShiftedWindow(Indexed):
     """A mask is made from the tensor that is masked, with its type and place (torchvision's Swin)."""
 

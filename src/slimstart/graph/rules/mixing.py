@@ -243,10 +243,40 @@ def batched_product(tracer: Tracer, call: Call) -> None:
         else:
             found = mix(tracer, second, 1, first, (1, 2), None, call.result)
         return _cost(tracer, total, *(found or ()))
-    if call.name == "baddbmm" or tracer.parameter(first) is not None or tracer.parameter(second) is not None:
+    if tracer.parameter(first) is not None or tracer.parameter(second) is not None:
         tracer.keep_all([call["self"], first, second], "a product that is not followed")
         return _cost(tracer, total)
+    if call.name == "baddbmm":
+        return _added_product(tracer, call["self"], first, second, total)
     return _product(tracer, first, second, call.result, total)
+
+
+def _added_product(tracer: Tracer, added: Tensor, first: Tensor, second: Tensor, total: int) -> None:
+    """Follow scores to which a constant is added for every head: heads are kept, their features are tied."""
+    left, right = _fields(tracer, first, second)
+    alike = left.shape[0] == right.shape[0] and left.shape[2] == right.shape[1]
+    if tracer.value(added) is not None or not alike or left.shape[1] > 1 or right.shape[2] > 1:
+        tracer.keep_all([added, first, second], "a product that is not followed")
+        return _cost(tracer, total)
+    meet = pairwise(left, right.transpose(1, 2), tracer.constraints.multiplied)
+    for nodes in (left, right):
+        _same_heads(tracer, nodes)
+    return _cost(tracer, total, [when_carried(node) for node in meet.reshape(-1).tolist()])
+
+
+def _same_heads(tracer: Tracer, nodes: Tensor) -> None:
+    """Let no batch entry (a head) of a product be removed."""
+    reason = "heads are multiplied or added to a tensor of fixed size"
+    tracer.constraints.layouts.append(Layout(nodes, (None,) * 3, frozenset({0}), reason))
+
+
+def _fields(tracer: Tracer, first: Tensor, second: Tensor) -> list[Tensor]:
+    """The nodes of two batches of matrices, with three dimensions; constants for tensors that are not followed."""
+    fields = []
+    for value in map(tracer.activation, (first, second)):
+        nodes = torch.zeros((1, 1, 1), dtype=torch.int64) if value is None else value.nodes
+        fields.append(nodes.view((1,) * (3 - nodes.dim()) + nodes.shape))
+    return fields
 
 
 @register_rule("_grouped_mm", "transformers::grouped_mm_fallback")
@@ -269,11 +299,7 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     Only one dimension of each may have channels: b (heads), k (zero is neutral in the sum over it), or one of m and n.
     With heads all may have some, because a head is removed as a whole (attention over channels).
     """
-    fields = []
-    for value in map(tracer.activation, (first, second)):
-        nodes = torch.zeros((1, 1, 1), dtype=torch.int64) if value is None else value.nodes
-        fields.append(nodes.view((1,) * (3 - nodes.dim()) + nodes.shape))
-    left, right = fields
+    left, right = _fields(tracer, first, second)
     fixed = "it is multiplied by a tensor of fixed size"
     if right.shape[1] == right.numel() > 1 == left.shape[2]:  # the sum runs over it, but over no channels of the other
         tracer.keep_all([second], fixed)
@@ -290,6 +316,10 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
         _whole_heads(tracer, right)
         tracer.set(result, heads.view(heads.shape[3 - result.dim() :]))
         return _cost(tracer, total, [when_carried(node) for node in heads.reshape(-1).tolist()])
+    if tracer.activation(first) is None and right.shape[0] > 1 == right.shape[1]:  # fixed scores, values of all heads
+        _same_heads(tracer, right)
+        tracer.set(result, right)
+        return _cost(tracer, total, [when_carried(node) for node in right.reshape(-1).tolist()])
     if (rows and columns) or unmatched or (sizes["k"][0] > 1 and (rows or columns)):
         tracer.keep_all([first, second], "it is multiplied in a way that is not followed")
         return _cost(tracer, total)
