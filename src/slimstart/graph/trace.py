@@ -69,7 +69,7 @@ def trace(
         without: further layers to keep, as (layer, reason).
         norms: what layer and RMS norms and means over channels do. "keep": all their channels are kept, so a narrow
             network is the dense one with zeros. "shrink": their channels can be removed, and they run over those that
-            are left; for networks that are trained from scratch.
+            are left; for networks that are trained from scratch. The default scale of attention with one head is alike.
 
     Raises:
         TraceError: if the forward fails on the example inputs.

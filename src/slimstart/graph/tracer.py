@@ -68,7 +68,7 @@ def compress(field: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _size(tensor: Tensor) -> int:
