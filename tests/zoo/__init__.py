@@ -215,6 +215,9 @@ ZOO: dict[str, Entry] = {
     "preallocated": Entry(buffers.Preallocated, _sequence, 0.95),
     "changed_through_view": Entry(buffers.ChangedThroughView, _sequence),
     "created_width": Entry(buffers.CreatedWidth, _sequence, 0.95),
+    "partly_written": Entry(buffers.PartlyWritten, _sequence),
+    "computed_size": Entry(buffers.ComputedSize, _sequence, whole=("inp",)),
+    "outer_product": Entry(buffers.OuterProduct, _sequence, 0.85),
     # odd
     "shared_conv": Entry(odd.SharedConv, _image),
     "siamese": Entry(odd.Siamese, _pair(_image, _floats(2, 3, 16, 12))),

@@ -90,3 +90,50 @@ class CreatedWidth(nn.Module):
         x = x * torch.sigmoid(self.gate(x)).expand(b, n, c)
         x = torch.cat([torch.ones(b, 1, c, dtype=x.dtype, device=x.device), x], 1)
         return self.out(x)
+
+
+class PartlyWritten(nn.Module):
+    """Half of the tokens of a sum are written over with numbers that are not zero where a channel is absent."""
+
+    def __init__(self, dim=8, num_classes=3):
+        super().__init__()
+        self.a = nn.Linear(5, dim)
+        self.b = nn.Linear(5, dim)
+        self.layer = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        x = self.a(x) + self.b(x)
+        y = x * 1.0
+        y[:, ::2] = torch.sigmoid(self.layer(x[:, ::2]))
+        return self.out(F.relu(y))
+
+
+class ComputedSize(nn.Module):
+    """A tensor is created with a size that is computed from that of another one."""
+
+    def __init__(self, dim=8, num_classes=3):
+        super().__init__()
+        self.inp = nn.Linear(5, dim)
+        self.out = nn.Linear(dim, num_classes)
+        self.padded = nn.Linear(dim + 4, num_classes)
+
+    def forward(self, x):
+        y = self.inp(x)
+        ones = torch.ones(*x.shape[:-1], y.size(-1) + 4, dtype=x.dtype, device=x.device)
+        return self.out(y) + self.padded(ones)
+
+
+class OuterProduct(nn.Module):
+    """Every channel of one layer meets every channel of another, also where one of them is zero."""
+
+    def __init__(self, dim=8, other=6, num_classes=3):
+        super().__init__()
+        self.a = nn.Linear(5, dim)
+        self.b = nn.Linear(5, other)
+        self.sums = nn.Linear(dim, num_classes)
+        self.out = nn.Linear(dim * other, num_classes)
+
+    def forward(self, x):
+        a, b = self.a(x)[..., None], self.b(x)[..., None, :]
+        return self.out(torch.maximum(a, b).flatten(-2)) + self.sums((a * b).sum(-1))
