@@ -18,6 +18,7 @@ from tests.zoo import ZOO, Entry, call, cast, shake, tensors
 NETWORKS = {**ZOO, "with_dropout": Entry(partial(with_dropout, 10, 1), partial(torch.randn, 2, 1, 16, 16))}
 REFUSED = {  # by the layer that the error names; no layer reads it
     "non_local": "theta",
+    "scaled_head": "attention.q",
     "mlp_mixer": "blocks.0.channel_mix.2",
     "gpt2_conv1d": "c_fc.weight",
     "functional_linear": "weight",

@@ -163,8 +163,11 @@ def test_filters_groups_and_units_agree(name, coupling):
 # What the reference does not understand, and why.
 NOT_IN_REFERENCE = {
     "position_constant": "ones are added in place of a bias that goes with its channel",
+    "created_width": "ones are as wide as the channels, and go with them",
+    "outer_product": "a product of two layers goes with the channels of one, and is not zero without them",
     "pad_channels": "padded zeros are not live, but always there",
     "where_branches": "a parameter of the model itself goes with channels",
+    "state_space": "a parameter of the model itself goes with channels",
     "fourier_channels": "ones cancel in a transform",
     "dropout2d": "random numbers in the forward",
     "functional_batch_norm": "the layer is a function",

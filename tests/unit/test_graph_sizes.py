@@ -12,6 +12,7 @@ from torch import nn
 import slimstart
 from slimstart.graph.reshapes import countings
 from slimstart.graph.sizes import Attribute, Size
+from tests.zoo import ZOO
 
 COUPLINGS = ("filter", "stream")
 
@@ -188,6 +189,25 @@ def test_attention_heads_are_dropped_as_a_whole(forward, options, changed, coupl
     assert narrow.width == dense.width
     assert narrow.dim == (narrow.heads * narrow.width if "dim" in changed else dense.dim)
     assert narrow.proj.in_features == narrow.heads * narrow.width
+
+
+def test_a_configuration_of_several_layers_changes_in_the_layer_that_needs_it():
+    torch.manual_seed(0)
+    entry = ZOO["configured_heads"]
+    model, inputs = entry.factory(), entry.example_inputs()
+    graph = slimstart.trace(model, inputs)
+    mask = torch.ones(graph.num_units, dtype=torch.bool)
+    mask[graph.filters["attention.0.qkv"][0]] = False
+    narrow = slimstart.compact(model, graph.select(mask))
+    assert [layer.config.heads for layer in narrow.attention] == [2, 4]
+    assert [layer.config.heads for layer in model.attention] == [4, 4]
+    trained = entry.factory()
+    optimizer = torch.optim.SGD(trained.parameters(), 0.01)
+    sparse = slimstart.SparseTraining(trained, optimizer, inputs, budget=slimstart.Flops(0.4), total_steps=4)
+    assert trained.attention[0].config.heads < 4
+    fresh = slimstart.shrink_to(entry.factory(), sparse.finish().state_dict(), inputs)
+    torch.testing.assert_close(fresh(inputs), trained(inputs))
+    assert [layer.config.heads for layer in fresh.attention] == [layer.config.heads for layer in trained.attention]
 
 
 # --- what cannot follow ----------------------------------------------------------------------------------------------

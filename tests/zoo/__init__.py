@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import attention, cnn, large, odd, transformers
+from . import attention, buffers, cnn, large, odd, transformers
 
 __all__ = ["LARGE", "ZOO", "Entry", "call", "cast", "shake", "tensors"]
 
@@ -183,6 +183,8 @@ ZOO: dict[str, Entry] = {
     "einsum_attention": Entry(transformers.EinsumAttention, _floats(2, 6, 12)),
     # attention
     "compared_head_width": Entry(partial(attention.Residual, attention.ComparesHeadWidth), _sequence, 0.95),
+    "shared_keys": Entry(partial(attention.Residual, attention.SharedKeys), _sequence, 0.95),
+    "configured_heads": Entry(partial(attention.Residual, attention.configured_layers), _sequence, 0.95),
     "indexed_qkv": Entry(partial(attention.Residual, attention.Indexed), _sequence, 0.95),
     "flat_batch_norm": Entry(attention.FlatNormStream, _sequence, 0.95),
     "cached_bias": Entry(partial(attention.Residual, attention.CachedBias), _sequence, 0.95),
@@ -191,10 +193,13 @@ ZOO: dict[str, Entry] = {
     "bucket_embedding": Entry(partial(attention.Residual, attention.BucketEmbedding), _sequence, 0.95),
     "expanded_gate": Entry(attention.ExpandedGate, _image, 0.9, whole=("gate",)),
     "input_width": Entry(partial(attention.Residual, attention.InputWidth), _sequence, 0.95),
+    "one_head": Entry(partial(attention.Residual, attention.OneHead), _sequence),
+    "scaled_head": Entry(partial(attention.Residual, attention.ScaledHead), _sequence, 0.95),
     "joined_bias": Entry(partial(attention.Residual, attention.JoinedBias), _sequence, 0.95),
     "split_list": Entry(partial(attention.MixedKernels, list), _image, 0.95),
     "split_tuple": Entry(partial(attention.MixedKernels, tuple), _image, 0.95),
     "zero_bias": Entry(partial(attention.Residual, attention.ZeroBias), _sequence, 0.95),
+    "added_slopes": Entry(partial(attention.Residual, attention.AddedSlopes), _sequence, 0.95),
     "shifted_window": Entry(partial(attention.Residual, attention.ShiftedWindow), _sequence, 0.95),
     "computed_bias": Entry(partial(attention.Residual, attention.ComputedBias), _sequence, 0.95),
     "channel_attention": Entry(partial(attention.Residual, attention.ChannelAttention), _sequence, 0.95),
@@ -205,6 +210,14 @@ ZOO: dict[str, Entry] = {
     "upcast_norm": Entry(attention.UpcastNorm, _sequence),
     "class_token": Entry(attention.ClassToken, _sequence, 0.95),
     "key_value_cache": Entry(partial(attention.Residual, attention.Cached), _sequence, 0.95),
+    # buffers
+    "state_space": Entry(buffers.StateSpace, _sequence, 0.95),
+    "preallocated": Entry(buffers.Preallocated, _sequence, 0.95),
+    "changed_through_view": Entry(buffers.ChangedThroughView, _sequence),
+    "created_width": Entry(buffers.CreatedWidth, _sequence, 0.95),
+    "partly_written": Entry(buffers.PartlyWritten, _sequence),
+    "computed_size": Entry(buffers.ComputedSize, _sequence, whole=("inp",)),
+    "outer_product": Entry(buffers.OuterProduct, _sequence, 0.85),
     # odd
     "shared_conv": Entry(odd.SharedConv, _image),
     "siamese": Entry(odd.Siamese, _pair(_image, _floats(2, 3, 16, 12))),

@@ -1,5 +1,7 @@
 """Attention as the models of torchvision, timm and transformers write it, each in one small network."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -43,6 +45,55 @@ class ComparesHeadWidth(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
+class SharedKeys(nn.Module):
+    """All heads of queries share one head of keys and values, taken from the end of one tensor (Falcon)."""
+
+    def __init__(self, dim, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, (heads + 2) * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        qkv = self.qkv(x).view(b, n, self.heads + 2, self.width)
+        q, k, v = (t.transpose(1, 2) for t in (qkv[..., :-2, :], qkv[..., [-2], :], qkv[..., [-1], :]))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.view(b, self.heads, n, self.width).permute(0, 2, 1, 3)
+        return self.proj(y.reshape(b, n, self.heads * self.width))
+
+
+@dataclass
+class HeadsConfig:
+    dim: int
+    heads: int = 4
+    groups: int = 2
+
+
+class ConfiguredHeads(nn.Module):
+    """The forward reads the number of heads from a configuration that all layers share (Phi-3, nanoGPT)."""
+
+    def __init__(self, config, width=4):
+        super().__init__()
+        self.config, self.width, self.groups = config, width, config.groups
+        self.qkv = nn.Linear(config.dim, (config.heads + 2 * config.groups) * width)
+        self.proj = nn.Linear(config.heads * width, config.dim)
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], -1, self.width)
+        start = self.config.heads * self.width
+        end = start + self.groups * self.width
+        qkv = self.qkv(x)
+        q, k, v = (t.view(shape).transpose(1, 2) for t in (qkv[..., :start], qkv[..., start:end], qkv[..., end:]))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return x + self.proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+def configured_layers(dim):
+    config = HeadsConfig(dim)
+    return nn.Sequential(ConfiguredHeads(config), ConfiguredHeads(config))
+
+
 class Indexed(nn.Module):
     """Queries, keys and values taken from one tensor by index (torchvision's Swin, CaiT)."""
 
@@ -75,6 +126,41 @@ class InputWidth(nn.Module):
         q, k, v = qkv[0], qkv[1], qkv[2]
         attn = ((q * (c // self.num_heads) ** -0.5) @ k.transpose(-2, -1)).softmax(-1)
         return self.proj((attn @ v).transpose(1, 2).reshape(b, n, c))
+
+
+class OneHead(nn.Module):
+    """Attention of a stage with a single head, whose scale is that of its channels (PVT v2, Twins)."""
+
+    def __init__(self, dim, heads=1):
+        super().__init__()
+        self.num_heads, self.head_dim = heads, dim // heads
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q = self.q(x).reshape(b, n, self.num_heads, -1).transpose(1, 2)
+        k, v = self.kv(x).reshape(b, -1, 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(b, n, c))
+
+
+class ScaledHead(nn.Module):
+    """A single head without a dimension for heads, a mask, and a scale that is given."""
+
+    def __init__(self, dim, width=10, outputs=7):
+        super().__init__()
+        self.scale = width**-0.5
+        self.q = nn.Linear(dim, width)
+        self.k = nn.Linear(dim, width)
+        self.v = nn.Linear(dim, outputs)
+        self.proj = nn.Linear(outputs, dim)
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        y = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), mask, scale=self.scale)
+        return self.proj(y)
 
 
 class JoinedBias(nn.Module):
@@ -205,6 +291,26 @@ class ZeroBias(nn.Module):
         bias = bias + torch.full((n, n), -1.0, dtype=x.dtype, device=x.device).triu(1)[None, None]
         q, k, v = (t.view(b, n, -1, self.width).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+
+class AddedSlopes(nn.Module):
+    """Scores to which a slope of its own is added for every head, computed from their number (Bloom)."""
+
+    def __init__(self, dim, heads=3, width=4):
+        super().__init__()
+        self.heads, self.width, self.scale = heads, width, width**-0.5
+        self.qkv = nn.Linear(dim, 3 * heads * width)
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        slopes = torch.tensor([2.0**-i for i in range(self.heads)], dtype=x.dtype, device=x.device).repeat(b)
+        added = slopes[:, None, None] * torch.arange(n, device=x.device)
+        qkv = self.qkv(x).view(b, n, self.heads, 3, self.width)
+        q, k, v = (qkv[..., i, :].transpose(1, 2).reshape(b * self.heads, -1, self.width) for i in range(3))
+        scores = added.baddbmm(q, k.transpose(1, 2), alpha=self.scale).view(b, self.heads, n, n).softmax(-1)
+        y = torch.bmm(scores.view(b * self.heads, n, n), v).view(b, self.heads, n, self.width)
+        return self.proj(y.transpose(1, 2).reshape(b, n, self.heads * self.width))
 
 
 class ShiftedWindow(Indexed):

@@ -119,8 +119,9 @@ class ChannelGraph:
         not_removable: {name: reason} for layers that cannot.
         removed: the layers that are gone from this graph, see `without`.
         norms: "keep" or "shrink", as for `trace`.
-        over_channels: for every call of a norm or a mean over channels that shrink, their dimension, counted from the
-            end, and their axis. A call is known by the mode (whether training), the module, and its number there.
+        over_channels: for every call of a norm or a mean over channels that shrink, or of attention with one head of
+            them, their dimension, counted from the end, and their axis. A call is known by the mode (whether training),
+            the module, and its number there.
         weights: for parameters that the forward uses as weights of layers only, the dimension of the inputs.
     """
 

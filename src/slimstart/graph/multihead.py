@@ -20,6 +20,7 @@ from slimstart.graph.tracer import Tracer
 def follow_heads(tracer: Tracer, name: str, module: nn.MultiheadAttention) -> None:
     """Let a copy of a layer compute by single operations from now on, where it is of the common form."""
     common = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+    common = common and int(module.num_heads) > 1  # its only head cannot go, and its scale is that of all channels
     if type(module).forward is not nn.MultiheadAttention.forward or not common:
         return
     for attribute in ("embed_dim", "num_heads"):

@@ -69,7 +69,7 @@ def trace(
         without: further layers to keep, as (layer, reason).
         norms: what layer and RMS norms and means over channels do. "keep": all their channels are kept, so a narrow
             network is the dense one with zeros. "shrink": their channels can be removed, and they run over those that
-            are left; for networks that are trained from scratch.
+            are left; for networks that are trained from scratch. The default scale of attention with one head is alike.
 
     Raises:
         TraceError: if the forward fails on the example inputs.
@@ -181,6 +181,11 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
                 elif type(value) in (list, tuple) and value and all(map(_is_count, value)):
                     entries = [tracer.size_of_attribute(name, f"{attribute}[{i}]", v) for i, v in enumerate(value)]
                     module.__dict__[attribute] = type(value)(entries)
+                elif _is_configuration(value):
+                    module.__dict__[attribute] = own = copy.copy(value)  # other modules may have the same one
+                    for inner, count in list(vars(own).items()):
+                        if _is_count(count):
+                            vars(own)[inner] = tracer.size_of_attribute(name, f"{attribute}.{inner}", count)
         elif isinstance(module, nn.MultiheadAttention):
             follow_heads(tracer, name, module)
     tracer.shapes = {
@@ -205,6 +210,12 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
 def _is_count(value: Any) -> bool:
     """Whether the value of an attribute may be a number of channels."""
     return isinstance(value, int) and not isinstance(value, bool) and int(value) > 0
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether an attribute is an object with settings, by the name of its class."""
+    named = any(base.__name__.endswith(("Config", "Args", "Namespace")) for base in type(value).__mro__)
+    return named and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Tensor)
 
 
 def _is_native(module: nn.Module) -> bool:
@@ -302,6 +313,7 @@ class _Functions(TorchFunctionMode):
         sizes = [leaf for leaf in leaves if isinstance(leaf, Size)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if sizes else []
         constant = bool(tensors) and all(self.tracer.value(tensor) is None for tensor in tensors)
+        constant = constant and name not in _CREATING  # `mask.new_zeros(c)` has a rule
         return sizes if constant or name.strip("_") in _ARITHMETIC else []
 
     def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -331,7 +343,7 @@ _COSTLY = frozenset(
 )  # counted even where nothing in them can shrink
 
 
-_CREATING = frozenset("zeros ones full empty rand randn".split())
+_CREATING = frozenset("zeros ones full empty rand randn new_zeros new_ones new_full new_empty".split())
 _MOVES = frozenset(
     "view reshape _unsafe_view unflatten expand permute transpose t chunk split split_with_sizes slice select unbind "
     "squeeze unsqueeze contiguous clone alias _to_copy to".split()
@@ -358,7 +370,7 @@ class _Operations(TorchDispatchMode):
             tracer.keep_averaged(tensors)
         if name not in _TAKES_BIAS:
             tracer.pin_pieces(tensors)
-        created = name in _CREATING and any(isinstance(leaf, Size) for leaf in tree_flatten(tracer.written)[0])
+        created = name in _CREATING and any(isinstance(leaf, Size | Shape) for leaf in tree_flatten(tracer.written)[0])
         if name not in _COSTLY and not created and all(tracer.value(tensor) is None for tensor in tensors):
             return func(*args, **kwargs)
         if name in _RECURRENT:  # PyTorch's module checks sizes against its attributes

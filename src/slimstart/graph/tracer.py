@@ -21,9 +21,12 @@ from slimstart.graph.sizes import Attribute, Expression, Size
 
 OVER_CHANNELS = frozenset(
     "layer_norm rms_norm group_norm batch_norm mean var std var_mean std_mean norm linalg_norm "
-    "linalg_vector_norm".split()
+    "linalg_vector_norm scaled_dot_product_attention".split()
 )
-"""Functions whose result depends on the number of channels they run over, which may be those that exist."""
+"""Functions whose result depends on the number of channels they run over, which may be those that exist.
+
+Attention has a scale that depends on it.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,20 @@ def compress(field: Tensor) -> Tensor:
             if field.stride(dim) == 0 or bool((field == first).all()):
                 field = first
     return field
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _size(tensor: Tensor) -> int:
+    """The number of entries in the whole memory of a tensor."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _part(memory: Tensor, tensor: Tensor) -> Tensor:
+    """The part of a field of all entries of a memory that belongs to a tensor there."""
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,7 @@ class Tracer:
         pieces: for a vector that is concatenated from parameters, the value and length of each.
         weight: the tensor that the present operation reads as the weight of a layer, if there is one.
         averages: for the weights that `nn.MultiheadAttention` returns, the value of its queries.
+        memories: by address, memory into a part of which channels were written; see `write`.
         written: the function that the user called, which the present operation belongs to, with its arguments.
         over_channels: number of calls so far, by module, of functions in `OVER_CHANNELS`.
         decomposing: how many operations are being decomposed, one within the other.
@@ -140,6 +158,7 @@ class Tracer:
     averages: Any = field(default_factory=WeakTensorKeyDictionary)
     _serials: Any = field(default_factory=WeakTensorKeyDictionary)
     _count: Iterator[int] = field(default_factory=itertools.count)
+    memories: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     written: tuple[Any, ...] = ()
     over_channels: Counter[str] = field(default_factory=Counter)
     decomposing: int = 0
@@ -153,6 +172,12 @@ class Tracer:
         if not isinstance(tensor, Tensor):
             return None
         known: Value | None = self.values.get(tensor)
+        if known is None and self.memories and (memory := self.memories.get(_address(tensor))) is not None:
+            if memory[0].element_size() == tensor.element_size():
+                self.set(tensor, _part(memory[1], tensor).to(torch.int64))
+            else:
+                self.constraints.keep_all(memory[1], "its memory is read as another type")
+            return self.values.get(tensor)  # type: ignore[no-any-return]
         if known is None and id(tensor) in self.names:
             dims = range(tensor.dim())
             fields = [torch.arange(tensor.shape[d]).view([-1 if e == d else 1 for e in dims]) for d in dims]
@@ -234,19 +259,36 @@ class Tracer:
         else:
             self.values[tensor] = Value((nodes,), tensor.shape)
 
-    def overwrite(self, tensor: Tensor, nodes: Tensor) -> None:
-        """Set the nodes of a tensor that was written in place; views of the same memory are not followed further."""
+    def write(self, tensor: Tensor, nodes: Tensor) -> None:
+        """Set the nodes of a tensor that was written in place, and of all others that have its memory."""
         before = self.activation(tensor)
         if before is not None and before.nodes.shape == nodes.shape and bool((before.nodes == nodes).all()):
             return
-        memory = tensor.untyped_storage().data_ptr()
-        others = [t for t in self.values if t is not tensor and t.untyped_storage().data_ptr() == memory]
-        if others:
-            self.keep_all(others, "a view of it is written in place")
-            self.constraints.keep_all(nodes, "it is written into a view of another tensor")
-            for other in others:  # constants from now on: their readers need all channels
-                del self.values[other]
-        self.set(tensor, nodes)
+        address = _address(tensor)
+        sharing = [t for t in self.values if t.numel() and _address(t) == address]
+        views = [t for t in sharing if t is not tensor]
+        if address not in self.memories:
+            if not views and tensor.is_contiguous() and tensor.numel() == _size(tensor):
+                return self.set(tensor, nodes)
+            # The tensor is stored, too, so that nothing else can have this address.
+            self.memories[address] = tensor, torch.zeros(_size(tensor), dtype=torch.int32)
+            for view in views:
+                self._remember(view)
+        memory = self.memories[address][1]
+        nodes = nodes.view((1,) * (tensor.dim() - nodes.dim()) + nodes.shape)
+        _part(memory, tensor).copy_(nodes.expand(tensor.shape))
+        for other in sharing:  # found again where they are read
+            del self.values[other]
+        return None
+
+    def _remember(self, view: Tensor) -> None:
+        """Note the nodes of a tensor in the memory that it has with others."""
+        first, memory = self.memories[_address(view)]
+        value = self.values[view]
+        if value.source is None and view.element_size() == first.element_size():
+            _part(memory, view).copy_(value.nodes.expand(view.shape))
+        else:
+            self.keep_all([view], "a view of it is written in place")
 
     def set_channels(self, tensor: Tensor, dim: int, nodes: Sequence[int]) -> None:
         """Set the nodes of a tensor along one dimension."""

@@ -1,7 +1,8 @@
 """Norms and means over the kept channels of a masked dense network: the reference for `trace(..., norms="shrink")`.
 
 A dropped channel is zero in a masked dense network, whose norms divide by the number of all channels. Here every
-such call takes the kept channels out, runs on them, and puts the result back among zeros: slow, and obvious.
+such call takes the kept channels out, runs on them, and puts the result back among zeros: slow, and obvious. Attention
+with a single head runs on all channels, with the scale of those that are kept.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class _KeptNorms(TorchFunctionMode):
         if key not in self.selection.graph.over_channels:
             return func(*args, **kwargs)
         dim, axis = self.selection.graph.over_channels[key]
+        if name == "scaled_dot_product_attention":
+            return func(*args, **kwargs | {"scale": int(self.selection.present(axis).sum()) ** -0.5})
         tensor = args[0] if args else kwargs.pop("input")
         kept = self.selection.present(axis).nonzero().squeeze(1).to(tensor.device)
         if name in _ARGUMENTS:

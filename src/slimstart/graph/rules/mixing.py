@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Layout, OperationCost, Presence, when_carried, when_live
 from slimstart.graph.rules.norms import count_groups, per_channel_layer
-from slimstart.graph.rules.pointwise import along_dimension
+from slimstart.graph.rules.pointwise import along_dimension, changed
 from slimstart.graph.rules.register import register_rule
 from slimstart.graph.rules.shapes import argument_as_written, pairwise
 from slimstart.graph.tracer import Call, Tracer, Value
@@ -243,10 +243,40 @@ def batched_product(tracer: Tracer, call: Call) -> None:
         else:
             found = mix(tracer, second, 1, first, (1, 2), None, call.result)
         return _cost(tracer, total, *(found or ()))
-    if call.name == "baddbmm" or tracer.parameter(first) is not None or tracer.parameter(second) is not None:
+    if tracer.parameter(first) is not None or tracer.parameter(second) is not None:
         tracer.keep_all([call["self"], first, second], "a product that is not followed")
         return _cost(tracer, total)
+    if call.name == "baddbmm":
+        return _added_product(tracer, call["self"], first, second, total)
     return _product(tracer, first, second, call.result, total)
+
+
+def _added_product(tracer: Tracer, added: Tensor, first: Tensor, second: Tensor, total: int) -> None:
+    """Follow scores to which a constant is added for every head: heads are kept, their features are tied."""
+    left, right = _fields(tracer, first, second)
+    alike = left.shape[0] == right.shape[0] and left.shape[2] == right.shape[1]
+    if tracer.value(added) is not None or not alike or left.shape[1] > 1 or right.shape[2] > 1:
+        tracer.keep_all([added, first, second], "a product that is not followed")
+        return _cost(tracer, total)
+    meet = pairwise(left, right.transpose(1, 2), tracer.constraints.multiplied)
+    for nodes in (left, right):
+        _same_heads(tracer, nodes)
+    return _cost(tracer, total, [when_carried(node) for node in meet.reshape(-1).tolist()])
+
+
+def _same_heads(tracer: Tracer, nodes: Tensor) -> None:
+    """Let no batch entry (a head) of a product be removed."""
+    reason = "heads are multiplied or added to a tensor of fixed size"
+    tracer.constraints.layouts.append(Layout(nodes, (None,) * 3, frozenset({0}), reason))
+
+
+def _fields(tracer: Tracer, first: Tensor, second: Tensor) -> list[Tensor]:
+    """The nodes of two batches of matrices, with three dimensions; constants for tensors that are not followed."""
+    fields = []
+    for value in map(tracer.activation, (first, second)):
+        nodes = torch.zeros((1, 1, 1), dtype=torch.int64) if value is None else value.nodes
+        fields.append(nodes.view((1,) * (3 - nodes.dim()) + nodes.shape))
+    return fields
 
 
 @register_rule("_grouped_mm", "transformers::grouped_mm_fallback")
@@ -269,11 +299,14 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     Only one dimension of each may have channels: b (heads), k (zero is neutral in the sum over it), or one of m and n.
     With heads all may have some, because a head is removed as a whole (attention over channels).
     """
-    fields = []
-    for value in map(tracer.activation, (first, second)):
-        nodes = torch.zeros((1, 1, 1), dtype=torch.int64) if value is None else value.nodes
-        fields.append(nodes.view((1,) * (3 - nodes.dim()) + nodes.shape))
-    left, right = fields
+    left, right = _fields(tracer, first, second)
+    fixed = "it is multiplied by a tensor of fixed size"
+    if right.shape[1] == right.numel() > 1 == left.shape[2]:  # the sum runs over it, but over no channels of the other
+        tracer.keep_all([second], fixed)
+        right = torch.zeros_like(right[:, :1])
+    elif left.shape[2] == left.numel() > 1 == right.shape[1]:
+        tracer.keep_all([first], fixed)
+        left = torch.zeros_like(left[:, :, :1])
     sizes = {"b": (left.shape[0], right.shape[0]), "k": (left.shape[2], right.shape[1])}
     rows, columns = left.shape[1] > 1, right.shape[2] > 1
     unmatched = any((a > 1) != (b > 1) for a, b in sizes.values())
@@ -283,9 +316,18 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
         _whole_heads(tracer, right)
         tracer.set(result, heads.view(heads.shape[3 - result.dim() :]))
         return _cost(tracer, total, [when_carried(node) for node in heads.reshape(-1).tolist()])
+    if tracer.activation(first) is None and right.shape[0] > 1 == right.shape[1]:  # fixed scores, values of all heads
+        _same_heads(tracer, right)
+        tracer.set(result, right)
+        return _cost(tracer, total, [when_carried(node) for node in right.reshape(-1).tolist()])
     if (rows and columns) or unmatched or (sizes["k"][0] > 1 and (rows or columns)):
         tracer.keep_all([first, second], "it is multiplied in a way that is not followed")
         return _cost(tracer, total)
+    if left.shape[0] == left.shape[2] == 1 and (rows or columns):
+        tracer.keep_all([second if rows else first], "it is combined with every channel of another tensor")
+        nodes = left if rows else right
+        tracer.set(result, nodes.view(nodes.shape[3 - result.dim() :]))
+        return _cost(tracer, total, [when_carried(node) for node in nodes.reshape(-1).tolist()])
     meet = pairwise(left[:, :1, :], right[:, :, :1].transpose(1, 2), tracer.constraints.multiplied)
     _whole_heads(tracer, left)
     _whole_heads(tracer, right)
@@ -300,8 +342,6 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
         factors.append([when_carried(node) for node in batch.reshape(-1).tolist()])
     elif sizes["k"][0] > 1:
         factors.append([when_carried(node) for node in meet.reshape(-1).tolist()])
-    elif rows or columns:
-        factors.append([when_carried(node) for node in nodes.reshape(-1).tolist()])
     return _cost(tracer, total, *factors)
 
 
@@ -314,7 +354,10 @@ def _whole_heads(tracer: Tracer, nodes: Tensor) -> None:
 
 @register_rule("scaled_dot_product_attention")
 def attention(tracer: Tracer, call: Call) -> None:
-    """Attention, from which whole heads are removed: query heads together with their key and value heads."""
+    """Attention, from which whole heads are removed: query heads together with their key and value heads.
+
+    One head of keys and values that all heads share is kept. With a single head of queries, single channels can go.
+    """
     query, key, value = call["query"], call["key"], call["value"]
     total = query.numel() * key.shape[-2] + query.shape[:-1].numel() * value.shape[-2] * value.shape[-1]
     fields = [tracer.activation(t) for t in (query, key, value)]
@@ -331,10 +374,15 @@ def attention(tracer: Tracer, call: Call) -> None:
             break
         nodes = field.nodes.movedim(heads, 0)
         rows.append(nodes.reshape(len(nodes), -1).expand(tensor.shape[heads], -1))
+    if usable and all(field is not None and field.varies() == [query.dim() - 1] for field in fields):
+        return _one_head(tracer, call, rows)
     biases = _head_biases(tracer, mask, rows[0], heads - query.dim()) if usable else None
     if biases is None:
         tracer.keep_all([query, key, value, mask], "attention over channels that are not heads")
         return _cost(tracer, total)
+    if len(rows[1]) == len(rows[2]) == 1 < len(rows[0]):
+        tracer.keep_all([key, value], "all heads share it")
+        rows[1:] = rows[0], changed(tracer, rows[0][:, :1])
     repeats = rows[0].shape[0] // rows[1].shape[0]
     for head in range(rows[1].shape[0]):
         mine = slice(head * repeats, (head + 1) * repeats)
@@ -345,6 +393,25 @@ def attention(tracer: Tracer, call: Call) -> None:
     shape[heads], shape[-1] = call.result.shape[heads], rows[2].shape[1]
     tracer.set(call.result, rows[2].repeat_interleave(repeats, 0).view(shape))
     return _cost(tracer, total, [when_carried(node) for node in rows[0][:, 0].tolist()])
+
+
+def _one_head(tracer: Tracer, call: Call, rows: list[Tensor]) -> None:
+    """Follow attention with a single head: channels of queries go with those of keys, channels of values alone.
+
+    Args:
+        rows: nodes of queries, keys and values; all rows of each are the same.
+    """
+    query, key, value, mask = call["query"], call["key"], call["value"], call.arguments.get("attn_mask")
+    if (bias := tracer.activation(mask)) is not None and bias.varies():
+        return tracer.keep_all([query, key, value, mask], "attention over channels that are not heads")
+    tracer.keep_all([mask], "it is the same for all channels")
+    if call["scale"] is None and tracer.shrinks_over(query, query.dim() - 1) is None:
+        tracer.keep_all([query, key], "the scale of attention is that of all channels")
+    meet = pairwise(rows[0][0], rows[1][0], tracer.constraints.multiplied)
+    tracer.set_channels(call.result, call.result.dim() - 1, rows[2][0].tolist())
+    _cost(tracer, query.numel() * key.shape[-2], [when_carried(node) for node in meet.tolist()])
+    outputs = [when_carried(node) for node in rows[2][0].tolist()]
+    return _cost(tracer, query.shape[:-1].numel() * value.shape[-2] * value.shape[-1], outputs)
 
 
 def _head_biases(tracer: Tracer, mask: Tensor | None, queries: Tensor, dim: int) -> list[int] | None:

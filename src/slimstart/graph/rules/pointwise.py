@@ -34,8 +34,8 @@ def pointwise(tracer: Tracer, call: Call) -> None:
         return tracer.keep_all(tensors, f"operation {call.name} has no rule (slimstart.register_rule adds one)")
     if not followed:
         return _parameters_only(tracer, call, tensors)
-    followed = _without_single_channels(tracer, followed)
     additive = operation_name(call.func) in ADDITIONS
+    followed = _without_those_met_by_all(tracer, followed, call.result.dim(), additive)
     nodes = _combined(tracer, call, followed, additive)
     if nodes is None:
         return None
@@ -52,13 +52,19 @@ def pointwise(tracer: Tracer, call: Call) -> None:
     return store(tracer, call, nodes)
 
 
-def _without_single_channels(tracer: Tracer, followed: list[Tensor]) -> list[Tensor]:
-    """The operands apart from single channels that meet all channels of another: those are always kept (a gate)."""
-    single = [t for t in followed if not tracer.activation(t).varies()]  # type: ignore[union-attr]
-    if len(single) == len(followed):
-        return followed
-    tracer.keep_all(single, "it is combined with every channel of another tensor")
-    return [t for t in followed if not any(t is one for one in single)]
+def _without_those_met_by_all(tracer: Tracer, followed: list[Tensor], dims: int, additive: bool) -> list[Tensor]:
+    """The operands apart from those of which every channel meets all channels of another: those are always kept.
+
+    Examples are a gate with a single channel, and an outer product of two vectors.
+    """
+    values = [tracer.activation(tensor) for tensor in followed]
+    varying = [{d + dims - len(v.shape) for d in v.varies()} for v in values if v is not None]
+    sizes = [v.nodes.numel() for v in values if v is not None]
+    main = varying[sizes.index(max(sizes))]
+    disjoint = [not mine or not (additive or mine & main) for mine in varying]
+    apart = [tensor for tensor, met in zip(followed, disjoint, strict=True) if met and main]
+    tracer.keep_all(apart, "it is combined with every channel of another tensor")
+    return [t for t in followed if not any(t is one for one in apart)]
 
 
 def keeps_zero(call: Call, followed: list[Tensor]) -> bool:
@@ -89,7 +95,7 @@ def store(tracer: Tracer, call: Call, nodes: Tensor) -> None:
     """Set the nodes of the result, which for an in-place form is its first argument."""
     result: Tensor = call.result
     if call.func._schema.is_mutable and result is call.subject:
-        tracer.overwrite(result, nodes)
+        tracer.write(result, nodes)
     else:
         tracer.set(result, nodes)
 
@@ -233,6 +239,21 @@ def fill(tracer: Tracer, call: Call) -> None:
     """One number for all entries: those of a copy of a parameter remain what they are, whichever exist (Swin V2)."""
     if tracer.parameter(call["self"]) is None:
         tracer.keep_all([call["self"]], "it is written over")
+
+
+@register_rule("copy")
+def copy(tracer: Tracer, call: Call) -> None:
+    """A copy into a tensor that is as wide: from then on its channels are those that are copied."""
+    target, source = call["self"], call["src"]
+    before, value = tracer.activation(target), tracer.activation(source)
+    if before is None and value is None:
+        return tracer.keep_all([target, source], "it is written over")
+    if before is None or value is None or before.nodes.shape != (nodes := _aligned(value.nodes, target.dim())).shape:
+        tracer.keep_all([target, source], "it is copied into a tensor of another size")
+        return tracer.write(target, torch.zeros((1,) * target.dim(), dtype=torch.int64))
+    for pair in torch.stack([before.nodes, nodes], -1).view(-1, 2).unique(dim=0).tolist():
+        tracer.constraints.equally_wide(*pair)
+    return tracer.write(target, nodes)
 
 
 @register_rule("expand_as", "view_as", "reshape_as")

@@ -6,6 +6,7 @@ removed. Both are recorded as constraints.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Count, Layout, when_carried
 from slimstart.graph.rules.register import register_rule
-from slimstart.graph.sizes import Attribute, Expression, Shape, Size
+from slimstart.graph.sizes import Attribute, Dimension, Expression, Shape, Size, leaves
 from slimstart.graph.tracer import Call, Tracer, Value, compress
 
 
@@ -54,11 +55,37 @@ def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
 
 @register_rule("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty")
 def create(tracer: Tracer, call: Call) -> None:
-    """New tensors: a dimension whose size is an attribute (`torch.zeros(1, self.heads, n, n)`) shrinks with that."""
+    """New tensors: a dimension whose size is that of another tensor, or an attribute, shrinks with that."""
     sizes = _all_as_written(call, list(call.result.shape))
-    followed = [dim for dim, size in enumerate(sizes) if not isinstance(size, int)]
-    if len(followed) == 1 and isinstance(size := sizes[followed[0]], Attribute) and size.value > 1:
-        tracer.set_channels(call.result, followed[0], tracer.constraints.sized(size))
+    reason = "a tensor is created with a fixed size"
+    if any(sized(tracer, call.result, dim, sizes, reason) for dim in range(len(sizes))):
+        return
+    for size in sizes:
+        if not isinstance(size, int) and any(isinstance(leaf, Dimension) for leaf in leaves(size)):
+            tracer.size_used_as_number(size)
+
+
+def sized(tracer: Tracer, tensor: Tensor, dim: int, sizes: Sequence[Expression | int | None], reason: str) -> bool:
+    """Let a tensor have the channels that its size along one dimension counts; its other sizes must not change.
+
+    Returns:
+        Whether there are such: the size is that of a tensor with channels, or an attribute.
+    """
+    size, constraints = sizes[dim], tracer.constraints
+    if isinstance(size, Attribute) and size.value > 1:
+        nodes = constraints.sized(size)
+    elif isinstance(size, Dimension):
+        nodes = [constraints.pass_on(node, zero_preserving=False) for node in size.nodes[:, 0].tolist()]
+    else:
+        return False
+    tracer.set_channels(tensor, dim, nodes)
+    value = tracer.activation(tensor)
+    if value is None or not value.varies():
+        return False
+    if isinstance(size, Dimension) or sum(isinstance(other, Expression) for other in sizes) > 1:
+        where = f"{reason} in {tracer.modules[-1] or 'the forward'}"
+        constraints.layouts.append(_layout(value.nodes, list(sizes), where))
+    return True
 
 
 def _tuples(rows: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -119,10 +146,20 @@ def reshape(tracer: Tracer, call: Call) -> None:
         sizes = [None] * dim + sizes + [None] * (len(moved.shape) - dim - len(sizes))
     if moved.source is not None:
         return _parameter_sizes(tracer, moved, sizes)
+    stretched = [d for d in range(len(sizes)) if expanding and isinstance(sizes[d], Dimension) and _is_single(call, d)]
+    if len(stretched) == 1 and sized(tracer, call.result, stretched[0], sizes, "it is expanded to a fixed size"):
+        return tracer.keep_all([call["self"]], "it is combined with every channel of another tensor")
     advice = "write -1 for the size that shrinks, or take it from the `shape` of what is reshaped"
     reason = f"it is reshaped to fixed sizes in {tracer.modules[-1] or 'the forward'} ({advice})"
     tracer.constraints.layouts.append(_layout(moved.nodes, sizes, reason))
     return None
+
+
+def _is_single(call: Call, dim: int) -> bool:
+    """Whether a dimension of the result of `expand` is of length one before, or new."""
+    tensor = call["self"]
+    dim -= call.result.dim() - tensor.dim()
+    return dim < 0 or tensor.shape[dim] == 1
 
 
 def _parameter_sizes(tracer: Tracer, value: Value, sizes: list[Expression | int | None]) -> None:
@@ -223,9 +260,13 @@ def pick(tracer: Tracer, call: Call) -> None:
         touched = [call.arguments.get("dim", call.arguments.get("dimension")) % tensor.dim()]
     fixed = [dim for dim in value.varies() if dim in touched] if value.source is None else []
     reason = f"fixed positions of it are taken ({call.name})"
+    last = _counted_from_end(call) if fixed == touched and len(value.varies()) > 1 else 0
     # The index tensor of `gather` has a size along every dimension, so no other dimension can shrink.
     if fixed and (len(fixed) == len(value.varies()) or call.name in ("gather", "take_along_dim")):
         tracer.constraints.keep_all(value.nodes, reason)
+    elif last:  # (heads + 2, width): heads before them can go
+        rows = value.nodes.movedim(fixed[0], 0)[-last:]
+        tracer.constraints.keep_all(rows, f"part of it is taken in {tracer.modules[-1] or 'the forward'}")
     elif fixed:  # (3, heads, width): the pieces shrink inside
         sizes: list[Expression | int | None] = [None] * len(value.shape)
         tracer.constraints.layouts.append(_layout(value.nodes, sizes, reason, rigid=tuple(fixed)))
@@ -233,6 +274,15 @@ def pick(tracer: Tracer, call: Call) -> None:
     if moved is not None and moved.source is None and len(moved.varies()) > 1:
         tracer.constraints.layouts.append(_layout(moved.nodes, [None] * len(moved.shape), "it is indexed"))
     return None
+
+
+def _counted_from_end(call: Call) -> int:
+    """How many of the last positions a list of negative numbers, as in `x[:, [-2, -1]]`, may take; 0 for others."""
+    key = call.written[1][1] if call.name == "index" and call.written and len(call.written[1]) > 1 else ()
+    lists = [part for part in key if isinstance(part, list)] if isinstance(key, tuple) else []
+    numbers = [number for part in lists for number in part]
+    negative = len(lists) == 1 and all(type(number) is int and number < 0 for number in numbers)
+    return -min(numbers) if negative and numbers else 0
 
 
 @register_rule("unbind")
