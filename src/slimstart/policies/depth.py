@@ -9,7 +9,8 @@ equal size. The stage with most layers loses one first, and of equals the last o
 least. At every number of positions (size of the feature map) at least one layer with weights remains.
 
 The constants are from networks of equal FLOPs, trained for 40 epochs of CIFAR-10, CIFAR-100 and Tiny ImageNet
-(`benchmarks/structures`). A deep narrow network learns slowly, so short trainings get fewer layers.
+(`benchmarks/structures`). A deep narrow network learns slowly, so short trainings get fewer layers, but the factor for
+the length remains between 1/2 and 2.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from slimstart.policies.budgets import Budget
 GAMMA = 0.6
 LENGTH = 0.3  # lambda
 STEPS = 8000  # T_0
+SHORT, LONG = 0.5, 2.0  # smallest and largest factor for the length: the rule is not extrapolated further
 
 
 def layers_to_remove(
@@ -38,7 +40,7 @@ def layers_to_remove(
     if not exponent or not costs.layers:
         return ()
     order = _removal_order(costs)
-    length = 1.0 if total_steps is None else (total_steps / STEPS) ** LENGTH
+    length = 1.0 if total_steps is None else min(max(SHORT, (total_steps / STEPS) ** LENGTH), LONG)
     wanted = round(len(costs.layers) * budget.smallest**exponent * length)
     number = min(max(0, len(costs.layers) - wanted), len(order))
     limit, all_units = budget.bind(costs).limit, torch.ones(costs.num_units, dtype=torch.bool)

@@ -90,8 +90,8 @@ class Recipe:
     )
     depth: float | None = _setting(
         None,
-        "Remove whole layers at the start with the policy equal_worth: of those that can go, a fraction budget ** "
-        "depth remains. 0, the default, keeps all; with 0.5 depth and width shrink alike.",
+        "How many layers the policy equal_worth keeps: about a fraction budget ** depth of those that can go, and fewer "
+        "in short trainings. 0.6 by default; 0 keeps all.",
     )
     resample_every: int | None = _setting(
         None,
