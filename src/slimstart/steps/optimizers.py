@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from slimstart.narrow.optimizer_state import held_by, innermost
@@ -67,15 +68,13 @@ class StepHooks:
         ]
         self._narrowed = set(map(id, narrowed))
         self._unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # PyTorch keeps hooks on all optimizers for the whole program; this one must not keep the training alive.
-        refuse = weakref.WeakMethod(self._refuse_others)
-        self._handles.append(register_optimizer_step_pre_hook(lambda one, *_: (now := refuse()) and now(one)))
-        weakref.finalize(self, self._handles[-1].remove)
+        _watch(self)
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        _watching.discard(self)
 
     @property
     def is_first(self) -> bool:
@@ -114,7 +113,8 @@ class StepHooks:
             return (args[0], reporting_closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": reporting_closure}
 
-    def _refuse_others(self, optimizer: Optimizer) -> None:
+    def refuse_others(self, optimizer: Optimizer) -> None:
+        """Refuse another optimizer that is about to update parameters that are narrowed."""
         if optimizer in self._unrelated or innermost(optimizer) in self._optimizers:
             return
         if self._narrowed & held_by([optimizer]):
@@ -157,6 +157,26 @@ class StepHooks:
             ref() is grad and version == grad._version for grad, (ref, version) in zip(found, used, strict=True)
         )
         return bool(found) and not same
+
+
+_watching: weakref.WeakSet[StepHooks] = weakref.WeakSet()
+_hook: list[RemovableHandle] = []
+
+
+def _watch(hooks: StepHooks) -> None:
+    """Let `hooks` see the steps of all optimizers, as long as somebody else holds them.
+
+    PyTorch keeps hooks on all optimizers for the whole program, so there is one for all trainings. It is never removed:
+    a training can be collected during a step, while PyTorch iterates over these hooks.
+    """
+    _watching.add(hooks)
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_refuse_others))
+
+
+def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
+    for hooks in tuple(_watching):
+        hooks.refuse_others(optimizer)
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
