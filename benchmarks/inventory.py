@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import slimstart
 from slimstart.narrow import compact
 from slimstart.policies import get_policy
+from slimstart.policies.base import removed_layers
 
 # Of cuBLAS, in KiB and pieces: 8 MiB for every thread on every stream. On an H200 PyTorch takes 32 MiB by default, for
 # matrices that are as small as on any other GPU.
@@ -56,7 +57,9 @@ class Peak(TorchDispatchMode):
         self.now -= self._alive.pop(key)
 
 
-def inventory(model: nn.Module, images: Tensor, budget: float, policy: str = "paper") -> dict[str, int]:
+def inventory(
+    model: nn.Module, images: Tensor, budget: float, policy: str = "paper", total_steps: int | None = None
+) -> dict[str, int]:
     """Bytes on the device by kind, with SGD and momentum; fragments that the allocator cannot use are not counted.
 
     Args:
@@ -64,11 +67,13 @@ def inventory(model: nn.Module, images: Tensor, budget: float, policy: str = "pa
         images: of one batch.
         budget: in FLOPs, as a fraction of the dense model's.
         policy: "paper", whose steps are eager where the dense model is on the host, or "equal_worth", in CUDA graphs.
+        total_steps: as for `SparseTraining`.
     """
     model, images = copy.deepcopy(model).to("meta"), images.to("meta")
     settings = get_policy(policy)
     graph = slimstart.trace(model, images[:1], coupling=settings.coupling)
-    masks = settings.start(graph.costs, slimstart.Flops(budget), None).draw()
+    learner = settings.start(graph.costs, slimstart.Flops(budget), total_steps)
+    graph, masks = graph.without(graph.layers[i].name for i in removed_layers(learner)), learner.draw()
     net, *others = (compact(model, graph.select(mask)) for mask in masks)
 
     def size(tensors: Any) -> int:

@@ -28,7 +28,7 @@ def held(tensors: Iterable[Tensor]) -> int:
 def test_the_inventory_equals_that_of_a_training(policy: str) -> None:
     """Kind by kind, against the tensors of a training, before its structure changes."""
     model, images = benchmark.build(0.125, "cpu"), torch.randn(4, 3, 32, 32)
-    known = inventory(model, images, 0.05, policy)
+    known = inventory(model, images, 0.05, policy, total_steps=1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     sparse = SparseTraining(
         model, optimizer, images[:1], Flops(0.05), policy=policy, total_steps=1000, full_model_device="cpu"
