@@ -36,7 +36,7 @@ from tests.lines import AtLine
 from tests.settings import arguments
 
 EXAMPLE = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
-WIDTHS = EqualWorth(resample_every=2, align=1)  # of 60 steps, 12 are the search: six changes
+WIDTHS = EqualWorth(resample_every=2, align=1, depth=0, tilt=0)  # of 60 steps, 12 are the search: six changes
 
 
 class Residual(nn.Module):

@@ -66,7 +66,7 @@ def captures(sparse: SparseTraining) -> int:
 
 def dense(sparse: SparseTraining) -> dict[str, Tensor]:
     """Weights and optimizer state of all channels, by name."""
-    state, names = sparse.state_dict(), [name for name, _ in sparse.model.named_parameters()]
+    state, names = sparse.state_dict(), [name for name, _ in sparse.dense_copy().named_parameters()]
     found = dict(state["model"])
     for index, entries in state["optimizers"][0]["state"].items():
         found |= {f"{names[index]}, {key}": value for key, value in entries.items() if isinstance(value, Tensor)}

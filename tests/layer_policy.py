@@ -21,9 +21,8 @@ class Rounds:
 
 class RoundsSearch(EqualWorthSearch):
     def __init__(self, settings, costs, budget: Budget):
-        super().__init__(
-            EqualWorth(rounds=len(settings.rounds), resample_every=settings.window, align=1), costs, budget, None
-        )
+        widths = EqualWorth(rounds=len(settings.rounds), resample_every=settings.window, align=1, depth=0, tilt=0)
+        super().__init__(widths, costs, budget, None)
         self._policy, self._all, self._wanted = settings, costs, budget
         self._use(settings.rounds[0])
 

@@ -14,7 +14,7 @@ from slimstart import EqualWorth, Flops, Paper, SparseTraining
 from tests.layer_policy import Rounds
 
 WAYS = ["before", "after", "method"]
-WIDTHS = EqualWorth(resample_every=1, align=1, pull=0.0)
+WIDTHS = EqualWorth(resample_every=1, align=1, pull=0.0, depth=0)
 
 
 @pytest.fixture(autouse=True)

@@ -182,7 +182,7 @@ def test_networks_that_cannot_be_written_as_python(make: Callable[[], nn.Module]
 def test_a_state_dict_and_the_dense_class(small: nn.Module, tmp_path: Path) -> None:
     torch.save(small.state_dict(), tmp_path / "small.pt")
     state = torch.load(tmp_path / "small.pt", weights_only=True)
-    again = slimstart.shrink_to(type(small)(), state).eval()
+    again = slimstart.shrink_to(type(small)(), state, IMAGES[:1]).eval()
     assert torch.equal(outputs(again), outputs(small))
 
 

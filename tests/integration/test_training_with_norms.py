@@ -94,7 +94,7 @@ def by_hand(norm, model):
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, Norm])
 def test_every_step_is_that_of_a_network_built_with_these_widths(norm):
     """Between structure updates, losses, weights and the optimizer's state are those of the network built by hand."""
-    sparse, optimizer = start(norm, policy=EqualWorth(align=1, search_steps=18, rate=1.0, pull=0.0))
+    sparse, optimizer = start(norm, policy=EqualWorth(align=1, search_steps=18, rate=1.0, pull=0.0, depth=0))
     assert sparse.graph.norms == "shrink"
     model, seen, reference, own = sparse.model, [], None, None
     for number in range(STEPS):

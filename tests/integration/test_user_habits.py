@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import slimstart
@@ -365,24 +365,32 @@ def test_finish_returns_the_same_plain_object(name: str, policy: Any) -> None:
     model = ZOO[name].factory()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     images = torch.randn(4, 3, 16, 16)
-    classes, parameters = [type(module) for module in model.modules()], list(model.parameters())
-    attributes = [set(vars(module)) for module in model.modules()]
+    modules = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
+    parameters = dict(model.named_parameters())
     sparse = SparseTraining(model, optimizer, images[:1], Flops(0.4), policy=policy)
+    removed = sparse.graph.removed
+    assert bool(removed) == (policy is QUICK and name == "vgg_bn")
     for _ in range(5):
         sparse.step(loss_fn, images, LABELS[:4])
     assert any(hooks_of(model))
     sparse.settle()
     finished = sparse.finish()
     assert finished is model
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    for module, cls, known in zip(model.modules(), classes, attributes, strict=True):
-        if isinstance(module, StreamPort):
+    left = {key: one for key, one in parameters.items() if not any(layer.has(key) for layer in removed)}
+    assert all(a is left[key] for key, a in model.named_parameters())
+    assert left.keys() == dict(model.named_parameters()).keys()
+    for key, module in model.named_modules():
+        cls, known = modules[key]
+        if any(layer.has(key) for layer in removed):
+            assert type(module) is nn.Identity
+        elif isinstance(module, StreamPort):
             assert policy is not QUICK
             assert name == "resnet_basic"
             assert isinstance(module, cls)
         else:
             assert type(module) is cls
             assert set(vars(module)) - known <= {"_slimstart_record"}
+    assert len(list(model.modules())) == len(modules)  # the layers that can go in these networks have no parts
     assert not any(hooks_of(model))
     assert not any(value for key, value in vars(optimizer).items() if key.endswith("hooks"))
     expected = outputs(model, images)
@@ -1057,8 +1065,8 @@ def test_an_optimizer_of_some_layers_that_was_not_given_is_refused() -> None:
 
 
 def test_a_training_that_was_dropped_leaves_nothing_behind() -> None:
-    gc.collect()
-    before = len(_global_optimizer_pre_hooks)
+    model, optimizer, sparse = make_training(policy=QUICK)
+    before = len(_global_optimizer_pre_hooks)  # with one for all trainings
     model, optimizer, sparse = make_training(policy=QUICK)
     iterate(model, optimizer)
     dropped = [weakref.ref(one) for one in (model, optimizer, sparse)]
@@ -1066,6 +1074,24 @@ def test_a_training_that_was_dropped_leaves_nothing_behind() -> None:
     gc.collect()
     assert [one() for one in dropped] == [None, None, None]
     assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_a_training_may_be_collected_during_a_step_of_another_model() -> None:
+    """PyTorch iterates over hooks on all optimizers then, of which none may go."""
+    trainings = [make_training(policy=QUICK)]
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+
+    def collect(*_: Any) -> None:
+        trainings.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None)]
+    try:
+        other.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not trainings
 
 
 @POLICIES

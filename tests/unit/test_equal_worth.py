@@ -24,6 +24,7 @@ BUDGETS = [Flops(0.3), Params(0.2), Channels(0.4)]
 
 
 SIZES = torch.tensor([24, 40, 32])
+UNIFORM = partial(EqualWorth, depth=0, tilt=0)  # all layers, and equal fractions at the start
 
 
 def chain() -> nn.Module:
@@ -52,7 +53,7 @@ def test_it_finds_the_widths_of_least_loss(values, pull, rounds, within):
     longer then, since neighbours move only together.
     """
     graph = trace(chain(), torch.zeros(1, 3, 32, 32), "stream")
-    policy = EqualWorth(align=1, rounds=rounds, pull=pull).start(graph.costs, Flops(0.2))
+    policy = UNIFORM(align=1, rounds=rounds, pull=pull).start(graph.costs, Flops(0.2))
     a = torch.tensor(values, dtype=torch.float64)
     group = graph.costs.unit_group
     start, beside = policy._start, neighbours(policy.budget, group, policy._start.exp() / SIZES)
@@ -145,7 +146,9 @@ def test_neighbours_share_what_their_products_cost(make):
 def test_every_structure_fills_the_budget_with_the_most_important_units(seed, budget, residual, align):
     graph = RESIDUAL() if residual else CHAIN()
     generator = torch.Generator().manual_seed(seed)
-    policy, bound = EqualWorth(align=align, rounds=4).start(graph.costs, budget), budget.bind(graph.costs)
+    policy = EqualWorth(align=align, rounds=4).start(graph.costs, budget)
+    assert policy.removed
+    bound = budget.bind(graph.costs.without(policy.removed))
     sizes = torch.bincount(graph.costs.unit_group)
     before = policy.draw()[0]
     for _ in range(4):
@@ -175,7 +178,7 @@ def test_every_structure_fills_the_budget_with_the_most_important_units(seed, bu
 
 
 def test_without_gradients_it_keeps_start():
-    policy = EqualWorth(align=1).start(CHAIN().costs, Flops(0.3))
+    policy = UNIFORM(align=1).start(CHAIN().costs, Flops(0.3))
     assert isinstance(policy, GradientLearner)
     shares = policy.widths / torch.bincount(CHAIN().costs.unit_group)
     assert float(shares.max() - shares.min()) < 0.1
@@ -190,7 +193,7 @@ def test_without_gradients_it_keeps_start():
 
 
 def test_a_frozen_group_keeps_its_width():
-    policy, group = EqualWorth(align=1).start(CHAIN().costs, Flops(0.3)), CHAIN().costs.unit_group
+    policy, group = UNIFORM(align=1).start(CHAIN().costs, Flops(0.3)), CHAIN().costs.unit_group
     policy.freeze(group == 3)
     before = policy.widths.double()
     values = torch.ones(len(before), dtype=torch.float64)
@@ -206,7 +209,7 @@ def test_a_frozen_group_keeps_its_width():
 
 
 def test_a_group_without_importance_does_not_stop_the_others():
-    policy, group = EqualWorth(align=1).start(CHAIN().costs, Flops(0.3)), CHAIN().costs.unit_group
+    policy, group = UNIFORM(align=1).start(CHAIN().costs, Flops(0.3)), CHAIN().costs.unit_group
     policy.draw()
     worth = torch.logspace(0, 1, len(policy.widths), dtype=torch.float64)
     worth[3] = 1e-12
@@ -295,6 +298,11 @@ def test_a_structure_update_without_gradients_is_skipped_with_a_warning(caplog):
         ({"rate": 2.0}, r"`rate` is 2.0; it must be in \(0, 1\]"),
         ({"pull": -1.0}, "`pull` is -1.0; it must be finite and at least 0"),
         ({"pull": float("inf")}, "`pull` is inf; it must be finite and at least 0"),
+        ({"depth": -0.1}, "`depth` is -0.1; it must be finite and at least 0, which keeps all layers"),
+        ({"depth": float("inf")}, "`depth` is inf; it must be finite and at least 0, which keeps all layers"),
+        ({"tilt": 1.1}, r"`tilt` is 1.1; it must be in \[-1, 1\], and 0 means equal fractions"),
+        ({"tilt": -1.1}, r"`tilt` is -1.1; it must be in \[-1, 1\], and 0 means equal fractions"),
+        ({"tilt": float("nan")}, r"`tilt` is nan; it must be in \[-1, 1\], and 0 means equal fractions"),
         ({"resample_every": 0}, "`resample_every` is 0; it must be a whole number, at least 1, or None"),
         ({"search_steps": 2.5}, "`search_steps` is 2.5; it must be a whole number, at least 1, or None"),
     ],

@@ -1,6 +1,7 @@
 """The uniform network: one share for all widths, the largest that fits, initialised for its size."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from slimstart.lab.methods import front_heavy, uniform, uniform_mask
 from slimstart.policies import Budget, Channels, EqualWorth, Flops, Params
 from tests.traced import traced
 from tests.zoo import ZOO
+
+WIDTHS = EqualWorth(depth=0, tilt=0)  # all layers, and equal fractions at the start
 
 
 @pytest.mark.parametrize("budget", [Flops(0.1), Flops(0.5), Params(0.2), Channels(0.3), Flops(1.0)], ids=str)
@@ -113,9 +116,9 @@ def test_a_search_starts_from_the_uniform_network(name: str, budget: Budget) -> 
     graph = trace(models.build(name, num_classes=10), torch.zeros(1, 3, 32, 32), "stream")
     if budget.fraction < Flops(1.0).bind(graph.costs).minimum / Flops(1.0).bind(graph.costs).dense:
         pytest.skip("no sub-network is so small")
-    assert torch.equal(uniform_mask(graph, budget), EqualWorth().start(graph.costs, budget).best_guess())
+    assert torch.equal(uniform_mask(graph, budget), WIDTHS.start(graph.costs, budget).best_guess())
     for align in (1, 4):
-        expected = EqualWorth(align=align).start(graph.costs, budget).best_guess()
+        expected = replace(WIDTHS, align=align).start(graph.costs, budget).best_guess()
         assert torch.equal(uniform_mask(graph, budget, align), expected)
 
 
@@ -125,13 +128,13 @@ def test_any_search_starts_from_the_uniform_network(name: str, share: float) -> 
     graph = trace(ZOO[name].factory(), ZOO[name].example_inputs(), "stream")
     bound = Flops(1.0).bind(graph.costs)
     budget = Flops(((1 - share) * bound.minimum + share * bound.dense) / bound.dense)
-    assert torch.equal(uniform_mask(graph, budget), EqualWorth().start(graph.costs, budget).best_guess())
+    assert torch.equal(uniform_mask(graph, budget), WIDTHS.start(graph.costs, budget).best_guess())
 
 
 def test_a_training_starts_from_the_uniform_network() -> None:
     model = models.build("small", num_classes=10, width=4.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparse = SparseTraining(model, optimizer, torch.zeros(1, 3, 28, 28), Flops(0.2))
+    sparse = SparseTraining(model, optimizer, torch.zeros(1, 3, 28, 28), Flops(0.2), policy=WIDTHS)
     assert torch.equal(sparse.mask, uniform_mask(sparse.graph, Flops(0.2)))
 
 
