@@ -15,6 +15,7 @@ whole script takes some ten seconds.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -123,7 +124,10 @@ class Training:
                 search_steps=settings.total_steps,
             )
         else:
-            policy = slimstart.EqualWorth(resample_every=settings.resample_every)
+            # All layers and equal fractions at the start, as in versions without these settings.
+            known = {field.name for field in dataclasses.fields(slimstart.EqualWorth)}
+            uniform = {name: 0 for name in ("depth", "tilt") if name in known}
+            policy = slimstart.EqualWorth(resample_every=settings.resample_every, **uniform)
         self.optimizer = optimizer
         self.sparse = slimstart.SparseTraining(
             model,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pages import accuracy_figure, blocks, experiment_pages, markers, stored, study_pages, zoo_page
+from pages import accuracy_figure, blocks, experiment_pages, markers, stored, structure_figure, study_pages, zoo_page
 from pages.compared import published
 from study import plot as study_plot
 
@@ -60,6 +60,7 @@ def outputs(root: Path) -> dict[Path, str]:
         found[pages / study_pages.figure_name(place)] = study_plot.draw(study)
     for theme in accuracy_figure.THEMES:
         found[root / "docs" / "assets" / f"accuracy-{theme}.svg"] = accuracy_figure.draw(results, theme)
+        found[root / "docs" / "assets" / f"structures-{theme}.svg"] = structure_figure.draw(results, theme)
     return found
 
 

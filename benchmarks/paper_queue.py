@@ -19,7 +19,6 @@ from slimstart.lab.recipes.originals import COMPARED, ONE_SHOT
 from slimstart.lab.recipes.presets import preset
 from slimstart.lab.recipes.recipe import Recipe
 
-
 # Preset, its budget as a fraction of the FLOPs (the paper's figure), and the number of seeds; the most important first.
 # The paper shows CIFAR-100 in a figure only, by the fraction of FLOPs.
 ROWS: tuple[tuple[str, float, int], ...] = (

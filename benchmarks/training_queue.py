@@ -98,4 +98,3 @@ def work_off(runs: Sequence[Run], description: str | None, arguments: list[str] 
     done = sum((args.records / f"{run.name}.json").exists() for run in missing)
     print(f"{done} of {len(missing)} missing runs are done; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
-

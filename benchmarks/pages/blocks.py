@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pages import accuracy, code_size, index, inline, paper_rows, step_tables, times, width_tables, zoo_page
+from pages import (
+    accuracy,
+    code_size,
+    index,
+    inline,
+    paper_rows,
+    step_tables,
+    structure_tables,
+    times,
+    width_tables,
+    zoo_page,
+)
 from pages.markers import MarkerError
 from pages.stored import Results
 
@@ -26,6 +37,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "scaling-expected": step_tables.scaling_expected,  # many GPUs, by arithmetic
     "late-waking": width_tables.late_waking,  # Adam and weights that join late
     "depth": accuracy.depth,  # layers removed by the rule, on a CPU
+    "structures": structure_tables.table,  # networks of equal FLOPs with different numbers of layers
     "removal": width_tables.removal,  # the loss when a layer is removed in the middle of a training
     "widths": width_tables.forms,  # forms of equal worth, against uniform
     "code": code_size.table,  # modules, imports, and the files of one step

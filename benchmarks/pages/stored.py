@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from slimstart.lab.records import Record
 from slimstart.lab.reports.rows import Row
 
 ARCHIVE = "archive"
+STRUCTURES = "structures.jsonl"
 _LABEL = re.compile(r"(.+?)(-seed\d+(-again)?)?")
 _READERS = {module.SCHEMA.partition("/")[0]: module.read for module in (records, study_records, step_records)}
 
@@ -56,6 +57,7 @@ class Results:
     benches: Mapping[str, Bench]
     benchmarks: Mapping[str, Mapping[str, Any]]  # of scripts in benchmarks/
     texts: Mapping[str, str]  # README.md of all folders
+    structures: Sequence[Mapping[str, Any]] = ()  # of the table of structures, a run each
 
     def row(self, experiment: str, label: str) -> Row | None:
         found = self.experiments.get(experiment)
@@ -94,7 +96,9 @@ def read(folder: Path) -> Results:
         name: Experiment(name, {label: _row(label, own) for label, own in found.items()}, texts.get(name, ""))
         for name, found in sorted(runs.items())
     }
-    return Results(experiments, studies, benches, benchmarks, texts)
+    lines = folder / STRUCTURES
+    structures = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+    return Results(experiments, studies, benches, benchmarks, texts, structures)
 
 
 def _row(label: str, runs: list[Record]) -> Row:

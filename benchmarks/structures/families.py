@@ -25,7 +25,7 @@ from slimstart.lab.models.resnet_cifar import RESNET32, resnet32
 from slimstart.lab.models.siblings import LATE
 from slimstart.lab.models.vgg import VGG19, vgg19
 from slimstart.policies import Flops
-from slimstart.policies.depth import layers_to_remove
+from slimstart.policies.depth import GAMMA, layers_to_remove
 
 TILTS = {"front": 1 / 3, "even": 2 / 3, "own": 1.0, "late": LATE, "later": 1.6}
 TOLERANCE = 0.01  # of the FLOPs of a structure, to those of the budget
@@ -74,7 +74,8 @@ class Family:
 
     Attributes:
         reference: the network that budgets are fractions of; the deepest.
-        kept: layers of each stage of the reference that cannot be removed, because they change the shape.
+        kept: layers of each stage of the reference that cannot be removed, because they change the shape. (The rule
+            of the library also keeps the last layer of a resolution, so that no stage of `vgg` is empty.)
         budgets: fractions of the reference's FLOPs.
         few: depths of the candidates of a short search, with tilts "own" and "late".
         fixed: the structure that a rule without any search would take.
@@ -218,13 +219,15 @@ def _flops(family: str, structure: str, widths: Sequence[int], num_classes: int,
         return flops(network(family, structure, widths, num_classes, shape[0]), torch.zeros(1, *shape))
 
 
-def depths_by_rule(family: str, budget: float, exponent: float) -> tuple[int, ...]:
+def depths_by_rule(
+    family: str, budget: float, exponent: float = GAMMA, total_steps: int | None = None
+) -> tuple[int, ...]:
     """Layers of each stage by the rule of `slimstart.policies.depth`, applied to the reference."""
     one, costs = FAMILIES[family], _costs(family)
     removable = [d - kept for d, kept in zip(one.reference.depths, one.kept, strict=True)]
     assert len(costs.layers) == sum(removable), f"{family}: {len(costs.layers)} removable layers, not {sum(removable)}"
     stages = [stage for stage, number in enumerate(removable) for _ in range(number)]
-    gone = [stages[layer] for layer in layers_to_remove(costs, Flops(budget), exponent)]
+    gone = [stages[layer] for layer in layers_to_remove(costs, Flops(budget), exponent, total_steps)]
     return tuple(depth - gone.count(stage) for stage, depth in enumerate(one.reference.depths))
 
 

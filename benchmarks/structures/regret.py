@@ -70,11 +70,13 @@ Rule = Callable[[Setting, Table], Choice | None]  # None: not enough records, or
 
 
 def tables(records: Iterable[Mapping[str, Any]]) -> dict[Setting, Table]:
-    """Records by setting and structure."""
+    """Records by setting and structure; one whose widths are learned is another structure than one of fixed widths."""
     found: dict[Setting, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         setting = Setting(record["family"], record["data"], record["budget"], record["epochs"])
-        found[setting][record["structure"]].append(record)
+        tilt = record.get("tilt")
+        name = record["structure"] + ("" if tilt is None else f"_learned{tilt:g}")
+        found[setting][name].append(record)
     return {
         setting: {structure: _entry(found[setting][structure]) for structure in sorted(found[setting])}
         for setting in sorted(found)
