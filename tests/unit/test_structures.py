@@ -76,8 +76,9 @@ def test_a_budget_below_the_smallest_network_is_refused() -> None:
 
 
 def test_depths_by_the_rule_of_the_library() -> None:
-    # Of the 1 + 1 + 3 + 3 + 4 removable layers of VGG-19, round(12 * 0.1 ** 0.5) = 4 remain.
-    assert families.depths_by_rule("vgg", 0.1, 0.5) == (2, 2, 2, 2, 0)
+    # Of the 1 + 1 + 3 + 3 + 4 removable layers of VGG-19, round(12 * 0.1 ** 0.5) = 4 remain. The last stage, which has
+    # no other layer, keeps one.
+    assert families.depths_by_rule("vgg", 0.1, 0.5) == (2, 2, 2, 1, 1)
     # Of the 5 + 4 + 4 removable blocks of ResNet-32, round(13 * 0.1 ** 0.25) = 7 remain, and two that change the shape.
     assert families.depths_by_rule("residual", 0.1, 0.25) == (3, 3, 3)
     assert families.nearest("vgg", (2, 2, 2, 2, 0)) == "22222-own"  # differs by 2
