@@ -25,6 +25,7 @@ LICENCES = re.compile(
     r"MIT(-CMU)?|(3-Clause )?BSD(-[23]-Clause)?|0BSD|Apache([- ]2\.0)?|ISCL?|PSF-2\.0|Python Software Foundation"
     r"|CNRI-Python|MPL[- ]2\.0|Mozilla Public|2\.0|BSL-1\.0|Zlib|CC0-1\.0|HPND|Unlicense"
 )
+READ = {"torchao": "BSD-3-Clause"}  # the licence files of packages whose metadata name none, read by hand
 WORDS = re.compile(r"\b(AND|OR|WITH LLVM-exception|Software License|License)\b|[();]")
 # The first version without a fault that concerns who opens files or serves pages.
 MENDED = {
@@ -81,7 +82,8 @@ def licence(name: str) -> str:
     found = metadata.metadata(name)
     classifiers = [one.split(" :: ")[-1] for one in found.get_all("Classifier", []) if one.startswith("License ::")]
     named = [one for one in classifiers if one != "OSI Approved"]
-    return found.get("License-Expression") or "; ".join(named) or (found.get("License") or "").partition("\n")[0]
+    text = found.get("License-Expression") or "; ".join(named) or (found.get("License") or "").partition("\n")[0]
+    return text or READ.get(name, "")
 
 
 def is_permissive(text: str) -> bool:
