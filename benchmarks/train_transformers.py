@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--method", choices=["dense", "uniform", "slimstart"], default="slimstart")
     parser.add_argument("--budget", type=float, default=0.25)
     parser.add_argument("--layers", type=int, help="blocks of the network; the budget is that of the default number")
-    parser.add_argument("--remove-layers", type=float, default=0.0, help="`depth` of slimstart.EqualWorth")
+    parser.add_argument("--depth", type=float, help="of slimstart.EqualWorth; by default its own")
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--length", type=int, default=256, help="bytes of an example")
     parser.add_argument("--batch", type=int, default=128)
@@ -234,8 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     sparse = None
     if settings.method != "dense":
         budget = slimstart.Flops(settings.budget * full / slimstart.flops(model, x[:2]))
-        never = settings.steps + 1 if settings.method == "uniform" else None  # no structure update
-        policy = slimstart.EqualWorth(resample_every=never, depth=settings.remove_layers)
+        own = {} if settings.depth is None else {"depth": settings.depth}
+        if settings.method == "uniform":  # all layers, equal fractions, and no structure update
+            own = {"depth": 0, "tilt": 0, "resample_every": settings.steps + 1}
+        policy = slimstart.EqualWorth(**own)
         sparse = slimstart.SparseTraining(model, optimizer, x[:2], budget, total_steps=settings.steps, policy=policy)
     warm = max(1, settings.steps // 50)
     scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -24,13 +24,13 @@ def test_text_to_validate_on_is_not_trained_on() -> None:
 def test_a_gpt_is_trained_within_its_budget(method: list[str]) -> None:
     row = script.main([*GPT, "--method", *method, "--steps", "2"])
     assert 0.09 < row["flops"] <= 0.1
-    assert len(row["heads"]) == (3 if "uniform" in method else script.LAYERS["gpt"])
+    assert len(row["heads"]) == (3 if "uniform" in method else 1)  # by the rule, for so short a training
     assert max(row["hidden"]) - min(row["hidden"]) <= 16  # equal shares, but for rounding: two steps teach nothing
 
 
 @pytest.mark.slow
 def test_a_vit_is_trained_without_some_of_its_layers() -> None:
-    options = ["--data", "fashion", "--batch", "50", "--steps", "40", "--remove-layers", "0.5"]
+    options = ["--data", "fashion", "--batch", "50", "--steps", "40", "--depth", "0.1"]
     row = script.main([*TINY, "--task", "vit", *options])
     assert 0.09 < row["flops"] <= 0.1
     assert len(row["heads"]) < script.LAYERS["vit"]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import Channels, EqualWorth, Flops, Params, SparseTraining, trace
+from slimstart import BudgetError, Channels, EqualWorth, Flops, Params, SparseTraining, trace
 from slimstart.graph import ChannelGraph
 from slimstart.lab import models
 from slimstart.policies import joined
@@ -190,6 +190,36 @@ def test_vgg19_at_a_tenth_of_its_flops() -> None:
         stages[-1] += isinstance(module, nn.Conv2d) and name not in gone
     assert stages[:5] == [2, 2, 1, 1, 1]
     assert len(gone) == 12 - 3
+
+
+def test_convolutions_within_a_first_block_go_before_whole_blocks() -> None:
+    """ResNet-50: of 2 + 3 + 5 + 2 blocks and two convolutions of the very first one, 14 * 0.1 ** 0.6 = 3.5 remain."""
+    graph = traced("resnet50", 64, width=0.125)
+    assert len(graph.layers) == 14
+    removed = layers_to_remove(graph.costs, Flops(0.1), total_steps=8000)
+    remain = [layer.modules for i, layer in enumerate(graph.layers) if i not in removed]
+    modules = dict(models.build("resnet50", num_classes=10, width=0.125).named_modules())
+    blocks = [name for (name,) in remain if list(modules[name].children())]
+    assert len({name.rpartition(".")[0] for name in blocks}) == len(remain) == 4  # a block of each stage
+
+
+def test_more_layers_go_where_one_unit_per_group_exceeds_the_budget() -> None:
+    """Twelve layers of 64 positions, and two around them.
+
+    With one unit in the only group the network costs (3 + 12) * 9 * 64 + 4 = 8644 multiply-adds. The rule would keep 6,
+    which cost 5188. With two, 2884 are left.
+    """
+    layers = [part for _ in range(12) for part in (nn.Conv2d(2, 2, 3, padding=1), nn.ReLU())]
+    stem, head = [nn.Conv2d(3, 2, 3, padding=1)], [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 4)]
+    graph = graph_of(nn.Sequential(*stem, *layers, *head), (3, 8, 8))
+    dense = int(Flops(1.0).bind(graph.costs).dense)
+    assert dense == (3 * 2 + 12 * 2 * 2) * 9 * 64 + 2 * 4
+    with pytest.raises(BudgetError, match="8644"):
+        Flops(2900 / dense).bind(graph.costs)
+    removed = layers_to_remove(graph.costs, Flops(2900 / dense), 0.2)
+    assert len(removed) == 10
+    with pytest.raises(BudgetError, match="one unit per group already costs 2308"):  # with the last layer
+        layers_to_remove(graph.costs, Flops(2300 / dense), 0.2)
 
 
 class Block(nn.Module):

@@ -5,9 +5,12 @@ FLOPs grow with depth times width squared. At a fraction b of them, for a traini
 .. math:: \text{layers} \propto b^{\gamma} (T / T_0)^{\lambda},
     \qquad \gamma = 0.6, \quad \lambda = 0.3, \quad T_0 = 8000
 
-and the rest of the budget goes into widths. Only layers that can be removed count. They come in stages, of layers of
-equal size. The stage with most layers loses one first, and of equals the last one: layers on small feature maps add
-least. At every number of positions (size of the feature map) at least one layer with weights remains.
+and the rest of the budget goes into widths. Only layers that can be removed count.
+
+They come in stages, of layers of equal size. The stage with most layers loses its last one first. Of equals that is
+the one at the size of the feature map at which most layers are left, such as a convolution within the first block of a
+residual stage; then the last one: layers on small feature maps add least. At every size of the feature map at least one
+layer with weights remains.
 
 The constants are from networks of equal FLOPs, trained for 40 epochs of CIFAR-10, CIFAR-100 and Tiny ImageNet
 (`benchmarks/structures`). A deep narrow network learns slowly, so short trainings get fewer layers, but the factor for
@@ -21,6 +24,7 @@ from collections import Counter, defaultdict
 import torch
 
 from slimstart.costs import CostTable, Polynomial
+from slimstart.errors import BudgetError
 from slimstart.policies.budgets import Budget
 
 GAMMA = 0.6
@@ -32,11 +36,17 @@ SHORT, LONG = 0.5, 2.0  # smallest and largest factor for the length: the rule i
 def layers_to_remove(
     costs: CostTable, budget: Budget, exponent: float = GAMMA, total_steps: int | None = None
 ) -> tuple[int, ...]:
-    """Positions in `costs.layers` of the layers that go: as the rule says, but enough remain to fill the budget.
+    """Positions in `costs.layers` of the layers that go.
+
+    That is the number of the rule, but enough layers remain to fill the budget, and more go if otherwise one unit per
+    group would exceed it.
 
     Args:
         exponent: gamma; 0 keeps all layers. Of several budgets the smallest counts.
         total_steps: T; without it the length of the training has no influence.
+
+    Raises:
+        BudgetError: one unit per group exceeds the budget, without all layers that may go.
     """
     if not exponent or not costs.layers:
         return ()
@@ -44,25 +54,39 @@ def layers_to_remove(
     length = 1.0 if total_steps is None else min(max(SHORT, (total_steps / STEPS) ** LENGTH), LONG)
     wanted = round(len(costs.layers) * budget.smallest**exponent * length)
     number = min(max(0, len(costs.layers) - wanted), len(order))
-    limit, all_units = budget.bind(costs).limit, torch.ones(costs.num_units, dtype=torch.bool)
-    while number and budget.bind(costs.without(order[:number])).cost(all_units) < limit:
+    while number < len(order) and not _is_feasible(budget, costs.without(order[:number])):
+        number += 1
+    all_units = torch.ones(costs.num_units, dtype=torch.bool)
+    while number and (bound := budget.bind(costs.without(order[:number]))).cost(all_units) < bound.limit:
         number -= 1
     return tuple(sorted(order[:number]))
 
 
+def _is_feasible(budget: Budget, costs: CostTable) -> bool:
+    try:
+        budget.bind(costs)
+    except BudgetError:
+        return False
+    return True
+
+
 def _removal_order(costs: CostTable) -> list[int]:
     """The layers that may go, the first to go first; the last layers with some number of positions are not in it."""
-    stages: dict[tuple[int, int], list[int]] = defaultdict(list)
+    weights = [_params_by_positions(layer.flops, layer.params) for layer in costs.layers]
+    stages: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # by positions, FLOPs and parameters
     for i, layer in enumerate(costs.layers):
-        stages[costs.dense(layer.flops), costs.dense(layer.params)].append(i)
+        positions = max(weights[i], key=weights[i].__getitem__, default=0)
+        stages[positions, costs.dense(layer.flops), costs.dense(layer.params)].append(i)
     left = _params_by_positions(costs.flops, costs.params)
     order = []
-    while any(stages.values()):
-        most = max(map(len, stages.values()))
-        index = next(stage for stage in reversed(stages.values()) if len(stage) == most).pop()
-        own = _params_by_positions(costs.layers[index].flops, costs.layers[index].params)
-        if all(left[positions] > params for positions, params in own.items()):
-            left -= own
+    for _ in costs.layers:
+        present = Counter(positions for (positions, *_), own in stages.items() for _ in own)
+        chosen = max(reversed(stages), key=lambda stage: (len(stages[stage]), present[stage[0]]))
+        # Of equals at the same positions, the smallest.
+        equals = (one for one in stages if one[0] == chosen[0] and len(stages[one]) == len(stages[chosen]))
+        index = stages[min(equals, key=lambda stage: stage[1:])].pop()
+        if all(left[positions] > params for positions, params in weights[index].items()):
+            left -= weights[index]
             order.append(index)
     return order
 
