@@ -37,6 +37,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "scaling-expected": step_tables.scaling_expected,  # many GPUs, by arithmetic
     "late-waking": width_tables.late_waking,  # Adam and weights that join late
     "depth": accuracy.depth,  # layers removed by the rule, on a CPU
+    "regret": structure_tables.regret,  # what rules lose to the best of these networks
     "structures": structure_tables.table,  # networks of equal FLOPs with different numbers of layers
     "removal": width_tables.removal,  # the loss when a layer is removed in the middle of a training
     "widths": width_tables.forms,  # forms of equal worth, against uniform

@@ -14,6 +14,16 @@ from slimstart.lab.reports.tables import markdown_table
 
 FAMILIES = {"vgg": "VGG-19", "residual": "ResNet-32", "inverted": "MobileNetV2", "separable": "MobileNetV1"}
 
+RULES = {  # of `structures/regret.py`, in words
+    "default": "the rule for depth, widths learned",
+    "shallow": "a few shallower networks, trained to the end; the best on held-out images",
+    "loss after 1": "all networks for 1 epoch; the one of least training loss",
+    "loss after 2": "the same after 2 epochs",
+    "loss after 4": "the same after 4 epochs",
+    "halving from 0.25": "a few shallower networks, halved by training loss after 1/4 epoch, 1/2, ...",
+    "halving from 1": "the same after 1 epoch, 2, ...",
+}
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -71,3 +81,14 @@ def table(results: Results) -> str:
             cells += ["–", "–"] if best is None else [best.depths + tilt, f"{best.test:.1f}"]
         lines.append(cells)
     return "\n".join(markdown_table(lines, names))
+
+
+def regret(results: Results) -> str:
+    """What rules for choosing a structure lose to the best one of each setting."""
+    rows = {row["rule"]: row for row in results.benchmarks["structures_regret.json"]["rows"]}
+    lines = [["choice", "settings", "mean loss", "largest loss", "trained in addition"]]
+    for rule, text in RULES.items():
+        row = rows[rule]
+        cells = [str(len(row["choices"])), f"{row['mean']:.1f}", f"{row['largest']:.1f}", f"{row['extra']:.0%}"]
+        lines.append([text, *cells])
+    return "\n".join(markdown_table(lines, lines[0][:1]))

@@ -1,6 +1,6 @@
 """How much accuracy each rule for choosing a structure loses to the best structure of the table.
 
-    PYTHONPATH=src python benchmarks/structures/regret.py RECORDS [--out FILE.md]
+    PYTHONPATH=src python benchmarks/structures/regret.py RECORDS [--out FILE.md] [--record FILE.json]
 
 A setting is a family, a data set, a budget and a length of training. Its best structure is that of the highest
 accuracy on validation images. The regret of a rule is the difference on test images, in points, between that structure
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from typing import Any, NamedTuple
 
 import families
 import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1]))
+import benchmark_record
+
+from slimstart.policies import EqualWorth
 
 EXPONENTS = tuple(step / 10 for step in range(11))
 EARLY = (1, 2, 4, 8)  # epochs
@@ -45,12 +51,14 @@ class Entry:
     Attributes:
         losses: training loss of every part of an epoch.
         per_epoch: number of parts.
+        steps: of a training.
     """
 
     losses: Sequence[float]
     per_epoch: int
     validation: float
     test: float
+    steps: int = 0
 
     def loss(self, epochs: float) -> float:
         """The mean training loss of the last epoch, or part of one, before a moment."""
@@ -89,6 +97,8 @@ def _entry(seeds: list[Mapping[str, Any]]) -> Entry:
         per_epoch=seeds[0]["losses_per_epoch"],
         validation=fmean(seed["validation_accuracy"] for seed in seeds),
         test=fmean(seed["test_accuracy"] for seed in seeds),
+        # Nine times as many images are trained on as are held out.
+        steps=seeds[0]["epochs"] * math.ceil(9 * seeds[0]["held_out_images"] / seeds[0]["batch_size"]),
     )
 
 
@@ -113,7 +123,9 @@ def fixed(setting: Setting, table: Table) -> Choice | None:
 def shallow(setting: Setting, table: Table) -> Choice | None:
     """The best of a few on validation images, all of them trained to the end."""
     few = _few(setting, table)
-    return few and Choice(max(few, key=lambda name: table[name].validation), len(few) - 1)
+    if not few:
+        return None
+    return Choice(max(few, key=lambda name: table[name].validation), len(few) - 1)
 
 
 def early(epochs: int) -> Rule:
@@ -143,6 +155,13 @@ def halving(first: float) -> Rule:
         return Choice(left[0], spent / setting.epochs) if left else None
 
     return rule
+
+
+def default(setting: Setting, table: Table) -> Choice | None:
+    """What the library does without any settings. Its constants are fitted to these settings."""
+    policy, steps = EqualWorth(), next(iter(table.values())).steps
+    depths = families.depths_by_rule(setting.family, setting.budget, policy.depth, steps)
+    return _known(f"{''.join(map(str, depths))}-own_learned{policy.tilt:g}", table)
 
 
 def compound(everything: Mapping[Setting, Table]) -> Rule:
@@ -196,6 +215,7 @@ def rules(everything: Mapping[Setting, Table]) -> dict[str, Rule]:
         "deepest": deepest,
         "fixed": fixed,
         "shallow": shallow,
+        "default": default,
         "compound": compound(everything),
         **{f"loss after {epochs}": early(epochs) for epochs in EARLY},
         **{f"halving from {first:g}": halving(first) for first in FIRST_CUTS},
@@ -214,31 +234,37 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
     return float(a @ b) / size if size else math.nan
 
 
+def regrets(everything: Mapping[Setting, Table]) -> list[dict[str, Any]]:
+    """A row for each rule: its mean and largest regret, mean cost, and its choice and regret in every setting."""
+    rows = []
+    for name, rule in rules(everything).items():
+        found = {setting: rule(setting, table) for setting, table in everything.items()}
+        choices = {
+            str(setting): (choice.structure, table[best(table)].test - table[choice.structure].test)
+            for setting, table in everything.items()
+            if (choice := found[setting])
+        }
+        values, extras = [regret for _, regret in choices.values()], [c.extra for c in found.values() if c]
+        means = {"mean": fmean(values), "largest": max(values), "extra": fmean(extras)} if choices else {}
+        rows.append({"rule": name, **means, "choices": choices})
+    return rows
+
+
 def regret_table(everything: Mapping[Setting, Table]) -> list[list[str]]:
     """Rows: the settings; mean and largest regret; mean of what is trained in addition."""
-    columns = rules(everything)
-    regrets: dict[str, list[float]] = {name: [] for name in columns}
-    extras: dict[str, list[float]] = {name: [] for name in columns}
-    rows = [["setting", "structures", "best on validation", "its test accuracy", *columns]]
+    found = regrets(everything)
+    rows = [["setting", "structures", "best on validation", "its test accuracy", *(row["rule"] for row in found)]]
     for setting, table in everything.items():
         top = best(table)
-        row = [str(setting), str(len(table)), top, f"{table[top].test:.1f}"]
-        for name, rule in columns.items():
-            choice = rule(setting, table)
-            if choice is None:
-                row.append("")
-                continue
-            regrets[name].append(table[top].test - table[choice.structure].test)
-            extras[name].append(choice.extra)
-            row.append(f"{regrets[name][-1]:.1f} ({choice.structure})")
-        rows.append(row)
-    for label, values, shape, summary in (
-        ("mean regret", regrets, "{:.2f}", fmean),
-        ("largest regret", regrets, "{:.1f}", max),
-        ("mean extra train cost", extras, "{:.0%}", fmean),
+        chosen = [row["choices"].get(str(setting)) for row in found]
+        cells = (f"{choice[1]:.1f} ({choice[0]})" if choice else "" for choice in chosen)
+        rows.append([str(setting), str(len(table)), top, f"{table[top].test:.1f}", *cells])
+    for label, key, shape in (
+        ("mean regret", "mean", "{:.2f}"),
+        ("largest regret", "largest", "{:.1f}"),
+        ("mean extra train cost", "extra", "{:.0%}"),
     ):
-        cells = (shape.format(summary(found)) if found else "" for found in values.values())
-        rows.append([label, "", "", "", *cells])
+        rows.append([label, "", "", "", *(shape.format(row[key]) if key in row else "" for row in found)])
     return rows
 
 
@@ -261,6 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, help="folder of run.py, or one file with a record on each line")
     parser.add_argument("--out", type=Path, help="write the tables to this file")
+    parser.add_argument("--record", type=Path, help="write regrets to this file, for the documents")
     args = parser.parse_args(arguments)
     files = sorted(args.records.glob("*.json")) if args.records.is_dir() else [args.records]
     everything = tables(json.loads(line) for file in files for line in file.read_text().splitlines())
@@ -276,6 +303,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(text)
     if args.out:
         args.out.write_text(text + "\n")
+    if args.record:
+        benchmark_record.write(args.record, "regret", regrets(everything), num_settings=len(everything))
 
 
 if __name__ == "__main__":

@@ -184,6 +184,8 @@ def record(structure: str, validation: float, test: float, losses: list[float]) 
         "test_accuracy": test,
         "losses": losses + [losses[-1]] * (40 - len(losses)),
         "losses_per_epoch": 1,
+        "held_out_images": 5000,
+        "batch_size": 256,
     }
 
 
@@ -206,6 +208,12 @@ def test_each_rule_chooses_by_what_it_may_see() -> None:
     assert chosen(regret.deepest) == Choice("22444-own")
     assert chosen(regret.fixed) == Choice("22222-own")
     assert chosen(regret.shallow) == Choice("11222-own", 3)  # three of the four candidates are trained in addition
+    assert chosen(regret.default) is None  # the network without a search is not the one with it
+    learned = {**record("22111-own", 91.0, 90.2, [2.0]), "tilt": 0.15}
+    everything = regret.tables([*RECORDS, learned])
+    # 40 * 176 steps of 256 images: of 12 layers 12 * 0.1 ** 0.6 * (7040 / 8000) ** 0.3 = 2.9 remain, and four more.
+    assert everything[VGG]["22111-own_learned0.15"].steps == 7040
+    assert regret.default(VGG, everything[VGG]) == Choice("22111-own_learned0.15")
     assert chosen(regret.early(1)) == Choice("11111-front", 4 * 1 / 40)
     assert chosen(regret.early(2)) == Choice("11222-own", 4 * 2 / 40)
     assert chosen(regret.early(40)) is None
