@@ -36,7 +36,7 @@ from slimstart.errors import CheckpointError, TraceError
 from slimstart.flop_counter import flops as count_flops
 from slimstart.graph import ChannelGraph
 from slimstart.io import checkpoints, training_state
-from slimstart.narrow import Change, Executed, is_pretrained, recalibrate, suit_, trace_verified
+from slimstart.narrow import Change, Executed, recalibrate, sign_of_training, suit_, trace_verified
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.optimizer_state import check_state, held_by, unwrapped
 from slimstart.narrow.state_dicts import ModelState, PartialLoads
@@ -81,9 +81,10 @@ class SparseTraining(Stepping):
         max_grad_norm: maximum norm of all gradients together, to which `step` clips them.
         scaler: gradient scaler that `step` uses, for float16.
         pretrained: whether the model has been trained. By default it counts as pretrained if the optimizer has state,
-            or a batch norm has counted batches. A pretrained model keeps all its layers. In a new one, norms and means
-            over channels shrink with them (`norms="shrink"` of `slimstart.trace`); and for policies that learn from
-            gradients, weights are scaled to the fan-in of the narrow network, as if that had been initialised directly.
+            a batch norm has counted batches, or the weights of another norm differ. A pretrained model keeps all its
+            layers. In a new one, norms and means over channels shrink with them (`norms="shrink"` of
+            `slimstart.trace`); and for policies that learn from gradients, weights are scaled to the fan-in of the
+            narrow network, as if that had been initialised directly.
         full_model_device: "cpu" for a model that is larger than the device it is trained on. Dense weights and their
             optimizer state stay on the CPU, where the model must be; the narrow network is on the device of
             `example_inputs`.
@@ -134,7 +135,11 @@ class SparseTraining(Stepping):
         self._budget, self._total_steps = budget, total_steps
         self.optimizer, self._optimizers = optimizer, unwrapped(optimizer)
         check_optimizers(self._optimizers, pretrained)
-        pretrained = is_pretrained(self.model, self._optimizers) if pretrained is None else pretrained
+        if pretrained is None:
+            reason = sign_of_training(self.model, self._optimizers)
+            pretrained = bool(reason)
+            if pretrained:
+                logger.info("%s, so the model counts as pretrained and keeps all its layers (`pretrained`)", reason)
         device = memory.place(self.model, self._optimizers, example_inputs, budget, full_model_device)
         examples = example_inputs if device is None else memory.on_host(example_inputs)
         with uncompiled():

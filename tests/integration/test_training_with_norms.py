@@ -1,6 +1,7 @@
 """Trainings of networks whose widths change under a norm, against networks that are built with these widths."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -116,6 +117,30 @@ def test_every_step_is_that_of_a_network_built_with_these_widths(norm):
     assert small.norm.weight.shape == (small.tokens.embedding_dim,)
     if norm is not Norm:
         assert small.norm.normalized_shape == (small.tokens.embedding_dim,)
+
+
+@pytest.mark.parametrize(("norm", "what"), [(nn.LayerNorm, "weight"), (nn.LayerNorm, "bias"), (Norm, "weight")])
+def test_norms_with_different_weights_are_a_sign_of_training(norm, what, caplog):
+    """A pretrained transformer has no counters. Without `pretrained=True` its layers would be removed."""
+    model = Transformer(norm)
+    getattr(model.blocks[1].norm2, what).data[3] += 0.01
+    inputs, optimizer = batch(0), torch.optim.AdamW(model.parameters())
+    with caplog.at_level(logging.INFO, "slimstart"):
+        sparse = SparseTraining(model, optimizer, inputs, Flops(0.9), total_steps=STEPS)
+    assert "`blocks.1.norm2` differ, so the model counts as pretrained" in caplog.text
+    assert sparse.graph.norms == "keep"
+    model, other = Transformer(norm), Transformer(norm)
+    assert SparseTraining(model, torch.optim.AdamW(model.parameters()), inputs, Flops(0.9)).graph.norms == "shrink"
+    getattr(other.blocks[1].norm2, what).data[3] += 0.01
+    optimizer = torch.optim.AdamW(other.parameters())
+    assert SparseTraining(other, optimizer, inputs, Flops(0.9), pretrained=False).graph.norms == "shrink"
+
+
+def test_batch_norms_that_are_initialised_at_random_are_new():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 4))
+    nn.init.normal_(model[1].weight, 1.0, 0.02)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert SparseTraining(model, optimizer, torch.randn(2, 3, 8, 8), Flops(0.5)).graph.norms == "shrink"
 
 
 def test_pretrained_networks_keep_the_widths_under_their_norms():

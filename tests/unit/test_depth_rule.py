@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimstart import BudgetError, Channels, EqualWorth, Flops, Params, SparseTraining, trace
+from slimstart import BudgetError, Channels, EqualWorth, Flops, Params, trace
 from slimstart.graph import ChannelGraph
 from slimstart.lab import models
 from slimstart.policies import joined
@@ -255,28 +255,6 @@ def test_transformers_lose_whole_blocks_from_the_end(budget: float, remain: int)
     assert [layer.modules for layer in graph.layers] == [(f"blocks.{number}",) for number in range(6)]
     removed = layers_to_remove(graph.costs, Flops(budget))
     assert kept(graph, removed) == [f"blocks.{number}" for number in range(remain)]
-
-
-# --- in a training ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["new", "argument", "statistics", "optimizer"])
-def test_a_pretrained_model_keeps_all_layers(how: str) -> None:
-    model = convolutions(3, 2)
-    model.insert(1, nn.BatchNorm2d(8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if how == "optimizer":
-        model.eval()(torch.zeros(1, 3, 8, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.train()
-    if how == "statistics":
-        model(torch.randn(4, 3, 8, 8))
-    names = [name for name, _ in model.named_parameters()]
-    settings = {"pretrained": True} if how == "argument" else {}
-    sparse = SparseTraining(model, optimizer, torch.zeros(2, 3, 8, 8), Flops(0.3), total_steps=100, **settings)
-    assert bool(sparse.graph.removed) == (how == "new")
-    assert ([name for name, _ in model.named_parameters()] == names) == (how != "new")
 
 
 # --- tilted widths ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from slimstart.narrow.batchnorm import recalibrate
 from slimstart.narrow.capacity import Capacity, Executed, Planner
 from slimstart.narrow.change import Change, Transactions
 from slimstart.narrow.compact import compact
-from slimstart.narrow.init_scale import compact_fresh, is_pretrained, suit_
+from slimstart.narrow.init_scale import compact_fresh, sign_of_training, suit_
 from slimstart.narrow.networks import Networks
 from slimstart.narrow.shrink import shrink_to
 from slimstart.narrow.store import Key, Store
@@ -40,9 +40,9 @@ __all__ = [
     "Transactions",
     "compact",
     "compact_fresh",
-    "is_pretrained",
     "recalibrate",
     "shrink_to",
+    "sign_of_training",
     "suit_",
     "trace_verified",
     "verify",

@@ -34,12 +34,25 @@ def rescale_fan_in_(weights: Mapping[str, Tensor], model: nn.Module, selection: 
             weights[name].mul_((dense.shape[1:].numel() / narrow[1:].numel()) ** 0.5)
 
 
-def is_pretrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
-    """Whether a model seems to have been trained: there is optimizer state, or a norm has counted batches."""
-    counts = (buffer for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked"))
-    return any(bool(optimizer.state) for optimizer in optimizers) or any(
-        bool(count > 0) for count in counts if not count.is_meta
-    )
+def sign_of_training(model: nn.Module, optimizers: Iterable[Optimizer]) -> str:
+    """Why a model seems to have been trained, in words; empty for one that seems new.
+
+    Norms are new with the same weight for all channels. Batch norms may be initialised at random, and have a counter.
+    """
+    if any(optimizer.state for optimizer in optimizers):
+        return "the optimizer has state"
+    for name, module in model.named_modules():
+        tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
+        if any(tensor.is_meta for tensor in tensors.values()):
+            continue
+        if (count := tensors.get("num_batches_tracked")) is not None:
+            if bool(count > 0):
+                return f"the batch norm `{name}` has counted batches"
+        elif "norm" in type(module).__name__.lower():
+            affine = (tensors[own] for own in ("weight", "bias") if own in tensors and tensors[own].dim() == 1)
+            if any(bool((tensor != tensor[:1]).any()) for tensor in affine):
+                return f"the weights of the norm `{name}` differ"
+    return ""
 
 
 def suit_(model: nn.Module, selection: Selection) -> None:
