@@ -39,6 +39,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "depth": accuracy.depth,  # layers removed by the rule, on a CPU
     "regret": structure_tables.regret,  # what rules lose to the best of these networks
     "structures": structure_tables.table,  # networks of equal FLOPs with different numbers of layers
+    "transformers": structure_tables.transformers,  # small GPTs with different numbers of blocks
     "removal": width_tables.removal,  # the loss when a layer is removed in the middle of a training
     "widths": width_tables.forms,  # forms of equal worth, against uniform
     "code": code_size.table,  # modules, imports, and the files of one step

@@ -14,6 +14,7 @@ from slimstart.lab.reports.tables import markdown_table
 
 FAMILIES = {"vgg": "VGG-19", "residual": "ResNet-32", "inverted": "MobileNetV2", "separable": "MobileNetV1"}
 
+GPT = "gpt-cpu/"
 RULES = {  # of `structures/regret.py`, in words
     "default": "the rule for depth, widths learned",
     "shallow": "a few shallower networks, trained to the end; the best on held-out images",
@@ -91,4 +92,18 @@ def regret(results: Results) -> str:
         row = rows[rule]
         cells = [str(len(row["choices"])), f"{row['mean']:.1f}", f"{row['largest']:.1f}", f"{row['extra']:.0%}"]
         lines.append([text, *cells])
+    return "\n".join(markdown_table(lines, lines[0][:1]))
+
+
+def transformers(results: Results) -> str:
+    """Small GPTs of equal FLOPs with different numbers of blocks, trained on a CPU (`train_transformers.py`)."""
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
+    for name, record in results.benchmarks.items():
+        if name.startswith(GPT):
+            (row,) = record["rows"]
+            found[row["method"], len(row["heads"])].append(row)
+    lines = [["method", "blocks", "width", "validation loss, nats per byte", "seeds"]]
+    for (method, blocks), rows in sorted(found.items(), key=lambda item: (item[0][0] != "uniform", -item[0][1])):
+        losses = ", ".join(f"{row['loss']:.3f}" for row in sorted(rows, key=lambda row: row["seed"]))
+        lines.append([method, str(blocks), str(rows[0]["dim"]), losses, str(len(rows))])
     return "\n".join(markdown_table(lines, lines[0][:1]))

@@ -248,12 +248,20 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(x))))
 
 
-@pytest.mark.parametrize(("budget", "remain"), [(0.8, 5), (0.3, 3), (0.1, 2)])
-def test_transformers_lose_whole_blocks_from_the_end(budget: float, remain: int) -> None:
-    """6 * 0.8 ** 0.6 = 5.2, 6 * 0.3 ** 0.6 = 2.9, 6 * 0.1 ** 0.6 = 1.5."""
+@pytest.mark.parametrize(
+    ("budget", "total_steps", "remain"),
+    [
+        (0.8, None, 5),  # 6 * 0.8 ** 0.6 = 5.2
+        (0.3, None, 3),  # 2.9
+        (0.1, None, 2),  # 1.5
+        (0.3, 500, 3),  # the same: layers with a shortcut learn in short trainings, too
+        (0.3, 80_000, 6),  # times 10 ** 0.3 = 2.0: 5.8
+    ],
+)
+def test_transformers_lose_whole_blocks_from_the_end(budget: float, total_steps: int | None, remain: int) -> None:
     graph = trace(Transformer(6), torch.zeros(1, 8, dtype=torch.int64), "stream", norms="shrink")
     assert [layer.modules for layer in graph.layers] == [(f"blocks.{number}",) for number in range(6)]
-    removed = layers_to_remove(graph.costs, Flops(budget))
+    removed = layers_to_remove(graph.costs, Flops(budget), total_steps=total_steps)
     assert kept(graph, removed) == [f"blocks.{number}" for number in range(remain)]
 
 

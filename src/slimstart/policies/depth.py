@@ -5,16 +5,17 @@ FLOPs grow with depth times width squared. At a fraction b of them, for a traini
 .. math:: \text{layers} \propto b^{\gamma} (T / T_0)^{\lambda},
     \qquad \gamma = 0.6, \quad \lambda = 0.3, \quad T_0 = 8000
 
-and the rest of the budget goes into widths. Only layers that can be removed count.
+and the rest of the budget goes into widths. Only layers that can be removed count. A deep narrow network without
+shortcuts learns slowly, so short trainings (T < T_0) get fewer layers; residual branches are not concerned. The factor
+for the length remains between 1/2 and 2.
 
-They come in stages, of layers of equal size. The stage with most layers loses its last one first. Of equals that is
+Layers come in stages, of layers of equal size. The stage with most layers loses its last one first. Of equals that is
 the one at the size of the feature map at which most layers are left, such as a convolution within the first block of a
 residual stage; then the last one: layers on small feature maps add least. At every size of the feature map at least one
 layer with weights remains.
 
 The constants are from networks of equal FLOPs, trained for 40 epochs of CIFAR-10, CIFAR-100 and Tiny ImageNet
-(`benchmarks/structures`). A deep narrow network learns slowly, so short trainings get fewer layers, but the factor for
-the length remains between 1/2 and 2.
+(`benchmarks/structures`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def layers_to_remove(
         return ()
     order = _removal_order(costs)
     length = 1.0 if total_steps is None else min(max(SHORT, (total_steps / STEPS) ** LENGTH), LONG)
-    wanted = round(len(costs.layers) * budget.smallest**exponent * length)
+    num_residual = sum(not layer.outputs.numel() for layer in costs.layers)  # no channels replace those of a branch
+    num_sequential = len(costs.layers) - num_residual
+    wanted = round((num_residual * max(1.0, length) + num_sequential * length) * budget.smallest**exponent)
     number = min(max(0, len(costs.layers) - wanted), len(order))
     while number < len(order) and not _is_feasible(budget, costs.without(order[:number])):
         number += 1
