@@ -46,8 +46,8 @@ from slimstart.policies.base import check_count, removed_layers
 from slimstart.steps import host_memory as memory
 from slimstart.steps.captured import CapturedStep
 from slimstart.steps.drawing import Draw
-from slimstart.steps.eager import Backward, LossFunction, check_finite, run_step
-from slimstart.steps.engine import Stepping, assemble
+from slimstart.steps.eager import Backward, LossFunction, Stepping, check_finite, run_step
+from slimstart.steps.engine import assemble
 from slimstart.steps.final_mask import as_loss, choose_mask, first_batches
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import StepHooks, check_optimizers, fuse, unfuse
@@ -172,7 +172,7 @@ class SparseTraining(Stepping):
             self._before_step,
             self._structure.end_iteration,
             self._structure.change_if_due,
-            self._networks.parameters.values(),
+            self._networks.network.parameters.values(),
         )
         logger.info("%s", self.graph.summary)
 
@@ -591,10 +591,12 @@ class SparseTraining(Stepping):
 
         def prepare() -> tuple[training_state.Saved, Change]:
             state = read()
+            trial = self.policy.start(self._costs, self._budget, self._total_steps)
+            from_losses = self._structure.gradients is None
             with training_state.reporting_misfits():
-                saved = training_state.checked(state, self._networks, self._optimizers, self._model_state)
-                trial = self.policy.start(self._costs, self._budget, self._total_steps)
-                training_state.check_masks(saved, trial.num_masks, self._structure.gradients is None)
+                saved = training_state.checked(
+                    state, self._networks, self._optimizers, self._model_state, trial.num_masks, from_losses
+                )
                 trial.load_state_dict(saved.policy)
                 return saved, training_state.prepare(saved, self._networks, self._optimizers)
 

@@ -58,12 +58,7 @@ _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def data_parallel(net: nn.Module, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel` without a broadcast of buffers at every forward: `SparseTraining` averages statistics.
-
-    Args:
-        net: the model.
-        options: options of `DistributedDataParallel`.
-    """
+    """`DistributedDataParallel` without broadcasts of buffers in forwards: `SparseTraining` averages statistics."""
     device = next(net.parameters()).device
     settings = {"device_ids": [device] if device.type == "cuda" else None, _SYNC_BUFFERS: False}
     with reporting():  # processes compare their parameters

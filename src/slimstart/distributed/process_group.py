@@ -30,7 +30,6 @@ class Averages(NamedTuple):
     """Means over the examples of all processes.
 
     Attributes:
-        losses: the means.
         weight: factor of this process's loss, its number of examples * processes / total number. With it, the mean over
             processes that `DistributedDataParallel` takes of gradients is the mean over examples.
         num_examples: number of examples of all processes.

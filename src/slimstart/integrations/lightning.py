@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from slimstart.errors import CheckpointError
 from slimstart.flop_counter import flops
 from slimstart.integrations.trainers import (
-    LoadHook,
     example_of,
     fit_to,
     narrow_part,
@@ -27,6 +26,7 @@ from slimstart.integrations.trainers import (
     structure_in,
     tensors_in,
 )
+from slimstart.narrow.hooks import OwnHook
 from slimstart.narrow.optimizer_state import held_by
 from slimstart.narrow.shrink import METADATA
 from slimstart.narrow.store import is_dense
@@ -118,7 +118,7 @@ class Slimming(Callback):
                 own = module.state_dict()
                 state_dict.update({key: own[key] for key, _ in tensors_in(state_dict) if key in own})
 
-        self._hook = pl_module.register_load_state_dict_pre_hook(LoadHook(load))
+        self._hook = pl_module.register_load_state_dict_pre_hook(OwnHook(load))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the hook of `setup`."""

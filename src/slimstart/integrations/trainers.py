@@ -20,7 +20,6 @@ def policy_of_gradients(policy: str | Policy, callback: str, lines: str) -> Poli
     """The policy, if it learns inside `optimizer.step()`.
 
     Args:
-        policy: name or settings of a policy.
         callback: name of the callback, for the error.
         lines: code to write instead for a policy that learns from losses.
 
@@ -94,27 +93,6 @@ def _two_examples(inputs: Any) -> Any:
         return (leaf[:2] if has_batch else leaf).detach().clone()
 
     return tree_map(cut, inputs)
-
-
-class LoadHook:
-    """A hook before a module loads a state dict. A copy of the module, or a pickled one, has one without effect.
-
-    Args:
-        function: called as hooks of `register_load_state_dict_pre_hook` are.
-    """
-
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        if self._function is not None:
-            self._function(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoadHook:
-        return LoadHook()
-
-    def __reduce__(self) -> Any:
-        return LoadHook, ()
 
 
 def fit_to(module: nn.Module, state_dict: Mapping[str, Any]) -> None:

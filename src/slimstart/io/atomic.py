@@ -37,7 +37,6 @@ def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], None], is
     """Replace the content of a file by what `put` writes into it piece by piece.
 
     Args:
-        path: path of the file.
         put: called with the open file.
         is_link_allowed: whether the folder of the file may be a link.
     """

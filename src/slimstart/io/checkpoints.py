@@ -45,8 +45,6 @@ def write(state: Mapping[str, Any], path: str | os.PathLike[str], is_link_allowe
     """Write a state dict to a file, atomically.
 
     Args:
-        state: the state dict.
-        path: path of the file.
         is_link_allowed: whether the folder of the file may be a link.
 
     Raises:

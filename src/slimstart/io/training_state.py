@@ -66,33 +66,18 @@ def state_dict_of(
     networks: Networks,
     optimizers: Sequence[Optimizer],
     model_state: ModelState,
-    *,
-    num_steps: int,
-    held_steps: int,
-    settled: bool,
-    pending: Tensor | None,
-    policy: dict[str, Any],
+    **progress: Any,
 ) -> dict[str, Any]:
-    """The state dict of a training.
-
-    Args:
-        num_steps, held_steps, settled: progress of the training.
-        pending: masks that have been drawn for the next window.
-        policy: state dict of the learner.
-    """
+    """The state dict of a training; `progress` has the entries that networks and optimizers do not have."""
     capacity = networks.capacity
     return {
         "format": FORMAT,
         "coupling": networks.dense_graph.coupling,
         "structure": networks.dense_graph.digest,
-        "num_steps": num_steps,
-        "held_steps": held_steps,
-        "settled": settled,
+        **progress,
         "masks": networks.masks.to("cpu", copy=True),
         "removed": list(networks.removed),
         "capacity": None if capacity is None else {"units": capacity.units, "streams": capacity.streams},
-        "pending": pending,
-        "policy": policy,
         "model": model_state.dense(),
         "followers": [store.tensors for store in networks.follower_stores()],
         "optimizers": [dense_state(one, networks) for one in optimizers],
@@ -100,8 +85,18 @@ def state_dict_of(
     }
 
 
-def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], model_state: ModelState) -> Saved:
+def checked(
+    state: Any,
+    networks: Networks,
+    optimizers: Sequence[Optimizer],
+    model_state: ModelState,
+    num_masks: int,
+    learns_from_losses: bool,
+) -> Saved:
     """Check a state dict of a training.
+
+    Args:
+        num_masks: number of masks that the learner draws.
 
     Raises:
         CheckpointError: it is of another kind, another network or other optimizers.
@@ -151,6 +146,12 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
         fine = isinstance(masks, Tensor) and masks.dtype == torch.bool and masks.dim() == 2 and len(masks) > 0
         if not fine or masks.shape[1] != graph.num_units:
             raise CheckpointError(f"the state dict's {what} do not fit the network")
+    rows, waits = len(state["masks"]), learns_from_losses and not state["settled"] and state["held_steps"] > 0
+    if rows != num_masks and not (state["settled"] and rows == 1):
+        raise CheckpointError(f"the state dict has {rows} masks, and this policy draws {num_masks}")
+    pending = state["pending"]
+    if (pending is not None) != waits or (pending is not None and len(pending) != num_masks):
+        raise CheckpointError("the state dict's pending masks do not fit its steps since the last draw")
     random = state["random"]
     torch.Generator().set_state(random.cpu())  # raises for anything but a generator's state
 
@@ -178,28 +179,15 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
         state["settled"],
         state["masks"].clone(),
         list(state["removed"]),
-        None if state["pending"] is None else state["pending"].clone(),
+        None if pending is None else pending.clone(),
         _capacity(state["capacity"], networks),
         copy.deepcopy(dict(state["policy"])),
-        store_of(model_state.canonical(state["model"])),
+        store_of({names[key]: tensor for key, tensor in state["model"].items() if key in names}),
         list(map(store_of, followers)),
         others,
         _checked_optimizers(state["optimizers"], optimizers, networks),
         random.cpu().clone(),
     )
-
-
-def check_masks(saved: Saved, num_masks: int, learns_from_losses: bool) -> None:
-    """Check that the number of masks is that of the learner, and that pending masks fit the progress.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
-    rows, waits = len(saved.masks), learns_from_losses and not saved.settled and saved.held_steps > 0
-    if rows != num_masks and not (saved.settled and rows == 1):
-        raise CheckpointError(f"the state dict has {rows} masks, and this policy draws {num_masks}")
-    if (saved.pending is not None) != waits or (saved.pending is not None and len(saved.pending) != num_masks):
-        raise CheckpointError("the state dict's pending masks do not fit its steps since the last draw")
 
 
 def _capacity(saved: Any, networks: Networks) -> Capacity | None:

@@ -74,7 +74,6 @@ class Planner:
     """Chooses the capacity of networks, draw by draw.
 
     Args:
-        graph: channel graph of the network.
         align: units per group are a multiple of this, or the whole group.
         spread: standard deviations above the mean, a width that draws hardly ever exceed.
     """
@@ -90,7 +89,6 @@ class Planner:
         """Capacity for these masks: `now` itself if it is large enough and not much too large.
 
         Args:
-            now: the present capacity, if any.
             kept: (n, U) masks of one draw, after the at-least-one rule.
             keep_probs: s; None where the structure is fixed and there will be no other mask.
             look: whether to check if less capacity would do, which need not be done at every draw.

@@ -19,8 +19,8 @@ from slimstart.narrow.compact import (
     record_of,
     tensor_names,
     tensor_places,
+    write_count,
 )
-from slimstart.narrow.counts import write_count
 from slimstart.narrow.removed_layers import modules_of, replacement
 from slimstart.narrow.store import Key, Store
 from slimstart.narrow.stream_ports import close_port, set_port
@@ -31,10 +31,11 @@ class Network:
 
     Args:
         module: module of the class of the graph's model, with the same names.
-        graph: channel graph of the model.
 
     Attributes:
         keys: for every tensor that can shrink, its keys in the state dict of the whole model.
+        parameters: those that can shrink, by name.
+        ports: the layers that may need a port, by name.
     """
 
     def __init__(self, module: nn.Module, graph: ChannelGraph) -> None:
@@ -45,7 +46,7 @@ class Network:
         self._owners = {
             name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
         }
-        self._parameters = {name: p for name, p in module.named_parameters() if name in graph.tensors}
+        self.parameters = {name: p for name, p in module.named_parameters() if name in graph.tensors}
         self._holders = owners = {owner for found in self._owners.values() for owner, _ in found}
         self._layers = [
             (f"{path}.{key}".lstrip("."), parent, key, layer)
@@ -67,11 +68,6 @@ class Network:
         tensor: Tensor = getattr(owner, key)
         return tensor
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that can shrink, by name."""
-        return self._parameters
-
     def check(self) -> None:
         """Refuse a module in which a layer or a parameter has been replaced."""
         identities = {id(place.original): place.identity for place in self._removable.values()}
@@ -82,7 +78,7 @@ class Network:
         ]
         for name in layers or [
             name
-            for name, parameter in self._parameters.items()
+            for name, parameter in self.parameters.items()
             if any(owner._parameters.get(key) is not parameter for owner, key in self._owners[name])
         ]:
             raise RuntimeError(

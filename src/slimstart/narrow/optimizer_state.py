@@ -72,8 +72,6 @@ class Entry:
     """A state tensor that has channels.
 
     Attributes:
-        name: name of the parameter.
-        key: key of the state tensor.
         state: the optimizer's dict that has it.
         value: the narrow tensor.
         optimizer, group, parameter: to which it belongs.

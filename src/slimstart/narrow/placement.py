@@ -42,11 +42,6 @@ class Positions:
 class Placement:
     """Computes the positions of networks of one capacity; along an axis they are in the order of the dense network.
 
-    Args:
-        graph: channel graph of the network.
-        capacity: capacity of the networks.
-        device: device of the masks.
-
     Attributes:
         start: for every axis, where its positions begin in `Positions.row`.
         count: for every axis, its number of positions.

@@ -64,9 +64,3 @@ def modules_of(layers: Iterable[RemovableLayer]) -> Iterator[tuple[str, int | No
     """(name, num_results) of every module that becomes the identity."""
     for layer in layers:
         yield from zip(layer.modules, layer.num_results, strict=True)
-
-
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of another one."""
-    parent, _, attribute = name.rpartition(".")
-    model.get_submodule(parent)._modules[attribute] = module

@@ -16,8 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph, trace
 from slimstart.narrow.change import Change
-from slimstart.narrow.compact import tensor_names, tensor_places
-from slimstart.narrow.counts import read_count, write_count
+from slimstart.narrow.compact import read_count, tensor_names, tensor_places, write_count
 from slimstart.narrow.hooks import hooks_in
 from slimstart.narrow.removed_layers import MAX_RESULTS, modules_of, replacement
 from slimstart.narrow.store import is_dense

@@ -43,7 +43,7 @@ class ModelState:
 
     def __init__(self, networks: Networks, change: Callable[[Tensor, Sequence[str]], None]) -> None:
         self._networks, self._change = networks, change
-        self.names = {key: name for name, keys in networks.keys.items() for key in keys}
+        self.names = {key: name for name, keys in networks.network.keys.items() for key in keys}
         networks.model.register_state_dict_post_hook(Hook(self._saved))
         networks.model.register_load_state_dict_pre_hook(Hook(self._loading))
         networks.model.register_load_state_dict_post_hook(Hook(self._loaded))
@@ -56,10 +56,6 @@ class ModelState:
             key: networks.store[Key(self.names[key])].clone() if key in self.names else tensor.detach().clone()
             for key, tensor in networks.whole_state().items()
         }
-
-    def canonical(self, dense: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a dense state dict that can shrink, once each under their first name."""
-        return {self.names[key]: tensor for key, tensor in dense.items() if key in self.names}
 
     def _saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         selection = self._networks.exact_selection
@@ -108,7 +104,7 @@ class ModelState:
         if networks.selection.padded:
             for key, name in self.names.items():
                 if (value := state_dict.get(prefix + key)) is not None:
-                    networks.store.write(Key(name), selection, value.to(networks.tensor(name).dtype))
+                    networks.store.write(Key(name), selection, value.to(networks.network.tensor(name).dtype))
                     state_dict[prefix + key] = networks.store.read(Key(name), networks.selection, networks.device)
 
     def _loaded(self, *_: Any) -> None:
@@ -146,7 +142,6 @@ class PartialLoads:
 
     Args:
         networks: networks of the model.
-        optimizers: over its parameters.
         loaded: called with an optimizer after it has loaded a state dict, which may have changed its settings.
 
     Attributes:

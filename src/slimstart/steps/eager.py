@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,11 @@ from torch.utils._pytree import tree_map_only
 from slimstart.devices import cuda_devices
 from slimstart.distributed.process_group import Averages, ProcessGroup, reporting
 from slimstart.errors import NonFiniteLossError
+from slimstart.steps.depthwise_mode import AllWidths
 from slimstart.steps.optimizers import complete_momentum
+
+if TYPE_CHECKING:
+    from slimstart.steps.graphs import Steps
 
 LossFunction = Callable[..., Any]
 """Called as `loss_fn(net, *batch)`; returns the loss, or (loss, anything)."""
@@ -28,6 +32,43 @@ LossFunction = Callable[..., Any]
 
 NOTHING = object()
 """Marks a loss function that returns only the loss."""
+
+
+class Stepping:
+    """Base of a training whose steps may be captured."""
+
+    num_steps: int
+    _steps: Steps | None
+    _eager: str | None  # reason for which there are no captured steps
+    _unchanged: str  # subject and verb of what a loss that is not finite leaves unchanged, for the message
+
+    @property
+    def reason(self) -> str | None:
+        """The reason for eager steps, or, with captured steps, for the last eager one; None if it was captured."""
+        return self._eager if self._steps is None else self._steps.reason
+
+    @property
+    def engine(self) -> str:
+        """The engine of the last step: "graphs", or "eager", also where a step could not be captured."""
+        return "graphs" if self.reason is None else "eager"
+
+    @property
+    def _kernels(self) -> AbstractContextManager[object]:
+        """Context for eager forwards with the kernels of captured steps, so that no further ones are compiled."""
+        return nullcontext() if self._steps is None else AllWidths()
+
+    def _check(self, wait: bool = False) -> None:
+        """Raise if a captured step has met a loss that is not finite.
+
+        Args:
+            wait: whether to wait for the device, so that the last step is included.
+        """
+        if self._steps is not None:
+            if wait:
+                torch.cuda.synchronize()
+            if self._steps.failed:
+                self.num_steps -= self._steps.reset()
+                check_finite(self.num_steps, math.nan, unchanged=self._unchanged)
 
 
 def run_step(
@@ -48,10 +89,7 @@ def run_step(
 
     Args:
         loss_fn: loss function of a network and the batch.
-        network: network that is trained.
         batch: arguments of the loss function after the network.
-        backward: backward and update.
-        process_group: processes that train together.
         num_examples: number of examples in this process's batch.
         references: networks that see the same batch, one after the other, without gradients.
         statistics: buffers that are restored if `check` refuses the losses.
@@ -77,11 +115,7 @@ def run_step(
 
 
 def loss_of(result: Any) -> tuple[Tensor, Any]:
-    """The loss, and the other result of a loss function, or `NOTHING`; a tensor with one element is a scalar.
-
-    Raises:
-        TypeError: the loss is no tensor with one element.
-    """
+    """The loss, and the other result of a loss function, or `NOTHING`; a tensor with one element is a scalar."""
     loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, NOTHING)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         described = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -112,7 +146,6 @@ def check_finite(
     """Refuse a loss (the first) or a reference loss (the others) that is NaN or infinite.
 
     Args:
-        step: number of the step, for the message.
         unchanged: subject and verb of what has not been updated, for the message.
         weights: weights of the network; the message says if they are not finite.
         names: names of the first number and of the others.
@@ -151,7 +184,6 @@ class Backward:
     """From a loss to new weights: backward, clipping and the optimizers' steps.
 
     Attributes:
-        optimizers: optimizers of the network that is trained.
         max_grad_norm: maximum norm of all gradients together; None for no clipping.
         scaler: gradient scaler for float16, which skips a step with infinite gradients.
         also: further update from the same gradients, called after the optimizers' steps with a bool scalar on the

@@ -36,7 +36,6 @@ class StepHooks:
     """Hooks on optimizers that report every step and every end of an iteration, until `remove`.
 
     Args:
-        optimizers: one or several optimizers of one model.
         before_step: called with an optimizer that is about to step and has its gradients; with a closure, after it.
         end_iteration: called when an iteration has ended; with False where gradients still wait for another step.
         no_gradients_wait: called after a step within an iteration that leaves no unused gradients.
@@ -115,7 +114,7 @@ class StepHooks:
 
     def refuse_others(self, optimizer: Optimizer) -> None:
         """Refuse another optimizer that is about to update parameters that are narrowed."""
-        if optimizer in self._unrelated or innermost(optimizer) in self._optimizers:
+        if optimizer in self._optimizers or optimizer in self._unrelated or innermost(optimizer) in self._optimizers:
             return
         if self._narrowed & held_by([optimizer]):
             raise RuntimeError(

@@ -106,7 +106,7 @@ class UnitGradients:
     @torch.no_grad()
     def add(self, optimizer: Optimizer, networks: Networks) -> None:
         """Add the gradients of one optimizer's parameters, just before it steps."""
-        parameters = networks.parameters
+        parameters = networks.network.parameters
         if not all(parameters[reader.weight].requires_grad for reader in self._readers):
             self._sum = None  # a layer has been frozen: a part of the sum would be misleading
             return

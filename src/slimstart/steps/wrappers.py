@@ -133,11 +133,7 @@ def network_of(given: nn.Module, model: nn.Module, group: ProcessGroup) -> nn.Mo
 
 
 def check_data_parallel(ddp: DistributedDataParallel) -> None:
-    """Refuse options that keep tensors of fixed shapes, or with which processes cannot change at the same step.
-
-    Raises:
-        ValueError: an option of the wrapper is not supported.
-    """
+    """Refuse options that keep tensors of fixed shapes, or with which processes cannot change at the same step."""
     for option, used, instead in (
         ("mixed_precision", getattr(ddp, "mixed_precision", None) is not None, "use torch.autocast"),
         ("delay_all_reduce_named_params", bool(getattr(ddp, "_delay_all_reduce_params", None)), "leave it out"),
