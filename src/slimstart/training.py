@@ -46,7 +46,7 @@ from slimstart.policies.base import check_count, removed_layers
 from slimstart.steps import host_memory as memory
 from slimstart.steps.captured import CapturedStep
 from slimstart.steps.drawing import Draw
-from slimstart.steps.eager import Backward, LossFunction, Stepping, check_finite, run_step
+from slimstart.steps.eager import Backward, LossFunction, Stepping, check_finite
 from slimstart.steps.engine import assemble
 from slimstart.steps.final_mask import as_loss, choose_mask, first_batches
 from slimstart.steps.graphs import Steps
@@ -152,7 +152,7 @@ class SparseTraining(Stepping):
         if self.policy.learns_from == "gradients":
             place = device or device_of(self.model)
             gradients = UnitGradients.for_learner(self.learner, graph, self.model, self._optimizers, examples, place)
-        self.num_examples: float = 0
+        self.num_examples = 0
         self.building_seconds = 0.0
         self._finished = False
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
@@ -224,27 +224,18 @@ class SparseTraining(Stepping):
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
         if self.needs_reference:
             self._networks.references.take_snapshot()
-        result, found = run_step(
+        # In there, hooks on the optimizers learn from the gradients, and change the structure.
+        result, losses = self._run_eagerly(
             loss_fn,
             network_of(self._given, self.model, self.process_group),
             batch,
-            self._backward,  # hooks on the optimizers learn from the gradients, and change the structure
             self.process_group,
-            self.num_examples,
-            references=self._networks.references.of_draw(snapshot=False) if self.needs_reference else (),
-            statistics=self._networks.statistics,
-            check=self._check_losses,
-            check_norm=partial(self._check_losses, names=("norm of the gradients",)),
-            kernels=self._kernels,
+            self._networks.references.of_draw(snapshot=False) if self.needs_reference else (),
+            self._networks.statistics,
         )
-        self.num_examples = found.num_examples
         if self._structure.gradients is None:
-            self._structure.learn(found.losses)
+            self._structure.learn(losses)
         return result
-
-    def _check_losses(self, losses: Sequence[Tensor] | Tensor, **names: Any) -> None:
-        numbers = [losses] if isinstance(losses, Tensor) else losses
-        check_finite(self.num_steps, *numbers, unchanged=self._unchanged, weights=self.model.parameters(), **names)
 
     def _find_captured(self, steps: Steps, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         if self.needs_reference:
@@ -504,14 +495,13 @@ class SparseTraining(Stepping):
         self._check(wait=True)
         if self._finished:
             return self._given
-        learns_from_losses = self._structure.gradients is None
-        if not learns_from_losses and not self._is_final:
+        seen = first_batches(batches, max_batches)
+        if not self._is_final and self._structure.gradients is None:
+            self._choose_final(seen, loss_fn, num_samples)
+        elif not self._is_final:
             logger.warning(
                 "the network is finished after %d steps, while its structure is still learned", self.num_steps
             )
-        seen = first_batches(batches, max_batches)
-        if learns_from_losses and not self._is_final:
-            self._choose_final(seen, loss_fn, num_samples)
         flops = self.graph.flops_within(self._networks.exact_selection.happens[:-1])
         self.process_group.average_statistics(self.model)
         change = self.process_group.all_or_none(partial(self._networks.finish, plain))

@@ -22,10 +22,8 @@ changes of structure and in `finish`. `step`, `optimizer.step()`, `update`, `res
 `snapshot` with batches are collective; `state_dict` and `save` are not, so that a single process can write a
 checkpoint.
 
-With `synchronise_batch_norm`, several processes compute the same as one, up to rounding, because sums over examples
-have another order. In float64 the difference remains that small. In float32 trainings can drift apart: units of nearly
-equal importance are ordered by rounding, so that another unit is dropped or a width differs by one. The results then
-differ as much as those of two seeds.
+With `synchronise_batch_norm`, several processes compute the same as one, up to rounding; `docs/scaling.md` says what
+follows from that.
 """
 
 from __future__ import annotations

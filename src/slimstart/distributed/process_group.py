@@ -115,11 +115,7 @@ class ProcessGroup:
         return tuple(self.total(torch.tensor(flags)).gt(0).tolist())
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite tensors with those of rank 0.
-
-        Raises:
-            ConfigError: the process group has no backend for the device of a tensor.
-        """
+        """Overwrite tensors with those of rank 0; `check_reach` refuses devices that the group cannot exchange."""
         if self.reference is not None:
             self.check_reach(tensors)
             with reporting(), torch.no_grad():
@@ -156,23 +152,18 @@ class ProcessGroup:
         """Run a function on rank 0 only; all processes get its result, or raise its error."""
         if self.reference is None:
             return function()
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]  # the result, and the error
         if self.rank == 0:
             try:
                 outcome[0] = function()
             except Exception as error:
                 outcome[1] = error
-                self._share(outcome)
-                raise
-        self._share(outcome)
+        with reporting():
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         if outcome[1] is not None:
             raise outcome[1]
         value: T = outcome[0]
         return value
-
-    def _share(self, outcome: list[Any]) -> None:
-        with reporting():
-            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
 
     def barrier(self) -> None:
         """Wait for all processes."""

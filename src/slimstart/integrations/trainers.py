@@ -22,9 +22,6 @@ def policy_of_gradients(policy: str | Policy, callback: str, lines: str) -> Poli
     Args:
         callback: name of the callback, for the error.
         lines: code to write instead for a policy that learns from losses.
-
-    Raises:
-        ValueError: the policy learns from losses, which a callback does not see.
     """
     found = get_policy(policy)
     if found.learns_from != "gradients":

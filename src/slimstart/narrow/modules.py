@@ -187,7 +187,6 @@ def find_copy(copy: nn.Module, model: nn.Module) -> nn.Module:
 
     Args:
         copy: a copy of the model as it is now, or a module that holds one as `module` or `ema_model`.
-        model: dense or narrow.
     """
     shapes = {name: tensor.shape for name, tensor in tensor_names(model).items()}
     for module in (copy, getattr(copy, "module", None), getattr(copy, "ema_model", None)):

@@ -20,14 +20,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from slimstart.graph import ChannelGraph, Selection
-from slimstart.narrow.capacity import Capacity, Executed, Planner
+from slimstart.narrow.capacity import Capacity, Executed, Placement, Planner
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import narrow_copy, tensor_names
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.modules import Network, common_type, find_copy, set_mode
 from slimstart.narrow.optimizer_state import Entry, entries
 from slimstart.narrow.padding import PaddedNetworks, PaddingGradients, real_entries
-from slimstart.narrow.placement import Placement
 from slimstart.narrow.references import References
 from slimstart.narrow.store import Key, Store
 
@@ -389,11 +388,7 @@ class Networks:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self, plain: bool = False) -> Change:
-        """Everything that makes the model a plain module: no padding, and no port that is not needed.
-
-        Args:
-            plain: no port at all, as for `compact`.
-        """
+        """Everything that makes the model a plain module: no padding, no unneeded port, and with `plain` no port."""
         self.flush()
         change, selection = Change(), self.exact_selection
         for entry in self._entries():

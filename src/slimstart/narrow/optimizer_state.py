@@ -163,11 +163,7 @@ def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch
 def check_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> None:
     """Refuse optimizers whose state cannot follow the channels, before they have any: found by a step of a copy.
 
-    Args:
-        names: {id of a parameter that can shrink: its name}.
-
-    Raises:
-        OptimizerStateError: a state entry is neither shaped like its parameter nor a scalar.
+    `names` as for `entries`.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -24,12 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from slimstart.graph import Selection
 from slimstart.kernels import Move, Moves
-from slimstart.narrow.capacity import Capacity
+from slimstart.narrow.capacity import Capacity, Placement, Positions
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import in_order_of
 from slimstart.narrow.modules import Network
 from slimstart.narrow.optimizer_state import Entry
-from slimstart.narrow.placement import Placement, Positions
 from slimstart.narrow.references import ReferenceNetwork, References
 from slimstart.narrow.store import Key, Store
 from slimstart.narrow.stream_ports import Side, set_port

@@ -152,10 +152,7 @@ class References:
 class ReferenceNetwork(Network):
     """A copy of the model that becomes the network of one reference mask after the other.
 
-    Args:
-        model: narrow or dense.
-        graph: channel graph of the model.
-        buffers: owners and names of the model's buffers that cannot shrink.
+    `buffers` as of `References`.
     """
 
     def __init__(self, model: nn.Module, graph: ChannelGraph, buffers: Sequence[tuple[nn.Module, str]]) -> None:

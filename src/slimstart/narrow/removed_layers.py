@@ -33,11 +33,7 @@ class PassThrough(nn.Identity):
 
 
 def replacement(module: nn.Module, num_results: int | None) -> nn.Module:
-    """The module that takes the place of one that is gone, in the same mode.
-
-    Args:
-        num_results: as in `RemovableLayer`.
-    """
+    """The module that takes the place of one that is gone, in the same mode; `num_results` as in `RemovableLayer`."""
     identity = nn.Identity() if num_results is None else PassThrough(num_results)
     # Forwards of whole models read settings of their blocks (`block.attention_type`, `layer.self_attn.batch_first`).
     settings: dict[str, Any] = {}

@@ -33,7 +33,6 @@ class ModelState:
     """Hooks on a model that is narrow.
 
     Args:
-        networks: networks of the model.
         change: called with a mask and names of layers before tensors of that structure are loaded; makes the model the
             mask's network without these layers.
 
@@ -141,7 +140,6 @@ class PartialLoads:
     """Hooks on optimizers, and what has been loaded so far.
 
     Args:
-        networks: networks of the model.
         loaded: called with an optimizer after it has loaded a state dict, which may have changed its settings.
 
     Attributes:
@@ -172,11 +170,7 @@ class PartialLoads:
         return "the optimizer" in self.missing
 
     def check(self) -> None:
-        """Refuse to continue training.
-
-        Raises:
-            RuntimeError: something is missing.
-        """
+        """Refuse to continue training."""
         if self.missing:
             raise RuntimeError(
                 f"a state dict of another structure was loaded without that of {' and '.join(sorted(self.missing))}. "

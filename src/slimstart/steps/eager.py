@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from slimstart.devices import cuda_devices
-from slimstart.distributed.process_group import Averages, ProcessGroup, reporting
+from slimstart.distributed.process_group import ProcessGroup, reporting
 from slimstart.errors import NonFiniteLossError
 from slimstart.steps.depthwise_mode import AllWidths
 from slimstart.steps.optimizers import complete_momentum
@@ -38,6 +39,8 @@ class Stepping:
     """Base of a training whose steps may be captured."""
 
     num_steps: int
+    num_examples: float  # in the last step, over all processes
+    _backward: Backward
     _steps: Steps | None
     _eager: str | None  # reason for which there are no captured steps
     _unchanged: str  # subject and verb of what a loss that is not finite leaves unchanged, for the message
@@ -58,11 +61,7 @@ class Stepping:
         return nullcontext() if self._steps is None else AllWidths()
 
     def _check(self, wait: bool = False) -> None:
-        """Raise if a captured step has met a loss that is not finite.
-
-        Args:
-            wait: whether to wait for the device, so that the last step is included.
-        """
+        """Raise if a captured step has met a loss that is not finite; with `wait`, the last step is included."""
         if self._steps is not None:
             if wait:
                 torch.cuda.synchronize()
@@ -70,48 +69,45 @@ class Stepping:
                 self.num_steps -= self._steps.reset()
                 check_finite(self.num_steps, math.nan, unchanged=self._unchanged)
 
+    def _run_eagerly(
+        self,
+        loss_fn: LossFunction,
+        network: nn.Module,
+        batch: Sequence[Any],
+        process_group: ProcessGroup,
+        references: Iterable[nn.Module] = (),
+        statistics: Sequence[Tensor] | None = None,
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Train a network on a batch, of which `num_examples` are this process's.
 
-def run_step(
-    loss_fn: LossFunction,
-    network: nn.Module,
-    batch: Sequence[Any],
-    backward: Backward,
-    process_group: ProcessGroup,
-    num_examples: float,
-    *,
-    references: Iterable[nn.Module] = (),
-    statistics: Sequence[Tensor] = (),
-    check: Callable[[Sequence[Tensor]], None] | None = None,
-    check_norm: Callable[[Tensor], None] | None = None,
-    kernels: AbstractContextManager[object] = nullcontext(),  # noqa: B008  # it has no state
-) -> tuple[Any, Averages]:
-    """Train a network on one batch.
+        Args:
+            references: networks that see the same batch, one after the other, without gradients.
+            statistics: buffers that are restored if a loss, or the norm of the gradients where they are clipped, is not
+                finite; None for no check.
 
-    Args:
-        loss_fn: loss function of a network and the batch.
-        batch: arguments of the loss function after the network.
-        num_examples: number of examples in this process's batch.
-        references: networks that see the same batch, one after the other, without gradients.
-        statistics: buffers that are restored if `check` refuses the losses.
-        check: raises a `NonFiniteLossError` for losses that must not be trained on.
-        check_norm: the same for the norm of the gradients, where they are clipped.
-        kernels: context of the forwards.
-
-    Returns:
-        The result of the loss function, detached, and the losses of all networks, averaged over processes.
-    """
-    with undoing_statistics(statistics):
-        with reporting():
-            with kernels:
-                loss, more = loss_of(loss_fn(network, *batch))
-                reference_losses = [forward_only(loss_fn, net, batch) for net in references]
-            found = process_group.average_step(network, [loss, *reference_losses], num_examples)
-            if check is not None:  # before the backward, so that a loss that is not finite changes no weight
-                check(found.losses)
-        with reporting():
-            # Data parallel training averages gradients over processes; a process with more examples counts more.
-            backward(loss if found.weight == 1 else found.weight * loss, check_norm)
-    return as_returned(found.losses[0].detach(), more), found
+        Returns:
+            The result of the loss function, detached, and the losses of all networks, averaged over processes.
+        """
+        check: Callable[..., None] | None = None
+        if statistics is not None:
+            weights = network.parameters()
+            check = partial(check_finite, self.num_steps, unchanged=self._unchanged, weights=weights)
+        with undoing_statistics(statistics or ()):
+            with reporting():
+                with self._kernels:
+                    loss, more = loss_of(loss_fn(network, *batch))
+                    reference_losses = [forward_only(loss_fn, net, batch) for net in references]
+                found = process_group.average_step(network, [loss, *reference_losses], self.num_examples)
+                if check is not None:  # before the backward, so that a loss that is not finite changes no weight
+                    check(*found.losses)
+            with reporting():
+                # Data parallel training averages gradients over processes; a process with more examples counts more.
+                self._backward(
+                    loss if found.weight == 1 else found.weight * loss,
+                    None if check is None else partial(check, names=("norm of the gradients",)),
+                )
+        self.num_examples = found.num_examples
+        return as_returned(found.losses[0].detach(), more), found.losses
 
 
 def loss_of(result: Any) -> tuple[Tensor, Any]:

@@ -27,12 +27,7 @@ def choose_mask(
     loss_fn: LossFunction | None,
     num_samples: int,
 ) -> Tensor:
-    """The final mask (U,): of several samples the one with the least loss, or, without batches, the likeliest.
-
-    Raises:
-        ValueError: there are several candidates and batches, but no loss function.
-        NonFiniteLossError: no candidate has a finite loss.
-    """
+    """The final mask (U,): of several samples the one with the least loss, or, without batches, the likeliest."""
     costs = networks.graph.costs
     if batches is None:
         return costs.at_least_one(learner.best_guess())
@@ -58,11 +53,7 @@ def first_batches(batches: Iterable[Any] | None, most: int) -> list[tuple[Any, .
 
 
 def as_loss(loss_fn: LossFunction | None, needed: bool = False) -> LossFunction:
-    """The user's loss function, or, where only statistics are measured, a plain forward of the network.
-
-    Raises:
-        ValueError: losses are needed and there is no function.
-    """
+    """The user's loss function, or, where only statistics are measured, a plain forward of the network."""
     if loss_fn is None and needed:
         raise ValueError("`loss_fn` is None; to choose among masks by their loss on `batches`, give the loss function")
     return forward if loss_fn is None else loss_fn

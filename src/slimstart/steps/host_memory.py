@@ -92,12 +92,7 @@ def place(
     budget: Budget | None,
     full_model_device: Any,
 ) -> torch.device | None:
-    """The device of the narrow networks of a dense model on the host; None without `full_model_device`.
-
-    Raises:
-        ValueError: the arguments contradict each other.
-        MemoryError: there is not enough memory; the message says how much is needed.
-    """
+    """The device of the narrow networks of a dense model on the host; None without `full_model_device`."""
     if full_model_device is None:
         return None
     if torch.device(full_model_device).type != "cpu":
@@ -107,7 +102,12 @@ def place(
         )
     needs = estimate(model, optimizer, budget)
     where = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    _check_host(needs, to_come=needs.host - (0 if "meta" in where else needs.weights))
+    to_come = needs.host - (0 if "meta" in where else needs.weights)
+    if to_come > (free := free_on_host()):
+        raise MemoryError(
+            f"the dense model does not fit on the host: it needs {_size(to_come)} more, and {_size(free)} are free. In "
+            f"total: {needs}. Make the model narrower, or use an optimizer with less state"
+        )
     if "meta" in where:
         raise ValueError(
             f"`model` is on the meta device and has no values yet. It needs {needs}: build it on the CPU, or call "
@@ -121,30 +121,17 @@ def place(
     found = next((leaf.device for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor)), None)
     if found is None:
         raise ValueError("`example_inputs` holds no tensor; narrow networks will be on the device of its first one")
-    if found.type == "cuda":
-        _check_device(needs, found)
+    if found.type == "cuda" and needs.subnet > (free := free_on_device(found)):
+        raise MemoryError(
+            f"narrow networks of this size do not fit on {found}: they need about {_size(needs.subnet)} without "
+            f"activations, and {_size(free)} are free. In total: {needs}. Lower the budget"
+        )
     return found
 
 
 def on_host(example_inputs: Any) -> Any:
     """Example inputs for a model on the host."""
     return tree_map_only(Tensor, lambda tensor: tensor.cpu(), example_inputs)
-
-
-def _check_host(needs: Needs, to_come: int) -> None:
-    if to_come > (free := free_on_host()):
-        raise MemoryError(
-            f"the dense model does not fit on the host: it needs {_size(to_come)} more, and {_size(free)} are free. In "
-            f"total: {needs}. Make the model narrower, or use an optimizer with less state"
-        )
-
-
-def _check_device(needs: Needs, device: torch.device) -> None:
-    if needs.subnet > (free := free_on_device(device)):
-        raise MemoryError(
-            f"narrow networks of this size do not fit on {device}: they need about {_size(needs.subnet)} without "
-            f"activations, and {_size(free)} are free. In total: {needs}. Lower the budget"
-        )
 
 
 def free_on_host() -> int:

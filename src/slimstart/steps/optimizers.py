@@ -184,11 +184,7 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], pretrained: bool | None) -> None:
-    """Refuse optimizers of another training.
-
-    Raises:
-        ValueError: an optimizer has `StepHooks` already, or has state where `pretrained` is False.
-    """
+    """Refuse optimizers of another training."""
     hooks = [hook for one in optimizers for hook in one._optimizer_step_pre_hooks.values()]
     if any(isinstance(getattr(hook, "__self__", None), StepHooks) for hook in hooks):
         raise ValueError(
