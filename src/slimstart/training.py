@@ -532,7 +532,7 @@ class SparseTraining(Stepping):
     def _choose_final(self, batches: Sequence[Any] | None, loss_fn: LossFunction | None, num_samples: int) -> None:
         with self._structure.transaction():
             with self._kernels:
-                mask = choose_mask(self._networks, self.learner, self.process_group, batches, loss_fn, num_samples)
+                mask = choose_mask(self._structure, batches, loss_fn, num_samples)
             self._structure.settle(mask)
 
     def _measure(self, net: nn.Module, batches: Sequence[Any] | None, loss_fn: LossFunction | None) -> None:

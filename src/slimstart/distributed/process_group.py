@@ -245,7 +245,7 @@ def _lengths(parts: Iterable[Any]) -> Iterator[int]:
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """The size of the gradients of a step, which processes exchange."""
-    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    return sum(p.nbytes for p in parameters if p.requires_grad)
 
 
 @contextmanager

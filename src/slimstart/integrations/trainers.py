@@ -116,12 +116,6 @@ def narrow_part(state_dict: Mapping[str, Any]) -> str | None:
     return next((name for name, found in metadata_of(state_dict).items() if METADATA in found), None)
 
 
-def structure_in(state_dict: Mapping[str, Any]) -> Any:
-    """Structure of a narrow state dict, from its metadata."""
-    name = narrow_part(state_dict)
-    return None if name is None else metadata_of(state_dict)[name][METADATA]
-
-
 def tensors_in(state_dict: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """The entries of a state dict that are tensors."""
     return [(key, value) for key, value in state_dict.items() if isinstance(value, Tensor)]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from slimstart.errors import CheckpointError
 from slimstart.narrow import Capacity, Change, Key, Networks, Store
+from slimstart.narrow.optimizer_state import parameters_of
 from slimstart.narrow.shrink import METADATA
 from slimstart.narrow.state_dicts import ModelState
 from slimstart.narrow.store import is_dense
@@ -54,7 +55,7 @@ class Saved:
 def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
     """A copy of an optimizer's state dict with the state of all channels. The store must be up to date."""
     found = {key: value for key, value in copy.deepcopy(optimizer.state_dict()).items() if key != METADATA}
-    for index, parameter in enumerate(_parameters(optimizer)):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         name = networks.name_of(parameter)
         for key, value in found["state"].get(index, {}).items():
             if name is not None and isinstance(value, Tensor) and value.dim() > 0:
@@ -191,7 +192,7 @@ def checked(
 
 
 def _capacity(saved: Any, networks: Networks) -> Capacity | None:
-    if saved is None or not networks.can_pad:  # saved by a training without padding, or loaded into one
+    if saved is None:  # by a training without padding
         return None
     if not isinstance(saved, Mapping):
         raise CheckpointError("the state dict's capacity is not a mapping")
@@ -224,7 +225,7 @@ def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: N
                     raise CheckpointError(
                         f"the state dict's optimizer has {key}={reprlib.repr(group[key])}, this {wanted!r}"
                     )
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if [index for group in one["param_groups"] for index in group["params"]] != list(range(len(parameters))):
             raise CheckpointError("the state dict's optimizer has its parameters in another order")
         _check_alike(one["state"], optimizer)
@@ -294,7 +295,7 @@ def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -
                     change.put(group, key, value)
         state: dict[Any, dict[str, Any]] = defaultdict(dict)
         for index, entries in one["state"].items():
-            parameter = _parameters(optimizer)[index]
+            parameter = parameters_of(optimizer)[index]
             name = networks.name_of(parameter)
             if name is not None and name not in selection.graph.tensors:
                 continue  # of a layer that is gone
@@ -307,10 +308,6 @@ def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -
                 state[parameter][key] = value
         change.set(optimizer, "state", state)
     return change
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,7 +332,7 @@ def _check_alike(state: Mapping[int, Mapping[str, Any]], optimizer: Optimizer) -
     """Refuse state of unknown parameters, and, for PyTorch's optimizers, state that differs within a group."""
     number = 0
     seen: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
-    if odd := state.keys() - range(len(_parameters(optimizer))):
+    if odd := state.keys() - range(len(parameters_of(optimizer))):
         raise CheckpointError(f"the state dict's optimizer has state for parameters {odd}, which do not exist")
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -98,11 +98,7 @@ def narrow_copy(
         write_count(module.get_submodule(owner), attribute, value)
     vars(module)[RECORD] = record_of(selection.graph, tensors, dense)
     for name in ports_in(selection.graph):
-        layer, sides = module.get_submodule(name), port_sides(name, selection)
-        if plain or sides[:2] == (None, None):
-            close_port(layer)
-        else:
-            set_port(layer, *sides)
+        fit_port(module.get_submodule(name), port_sides(name, selection), plain)
     return module
 
 
@@ -160,7 +156,10 @@ def ports_in(graph: ChannelGraph) -> list[str]:
     return list(dict.fromkeys([*graph.reads, *graph.writes]))
 
 
-def port_sides(name: str, selection: Selection) -> tuple[Side | None, Side | None, int, Dims]:
+Sides = tuple[Side | None, Side | None, int, Dims]
+
+
+def port_sides(name: str, selection: Selection) -> Sides:
     """Arguments of `set_port`: what a layer reads and writes, the width of the stream it writes, and the dimensions."""
     read, write = selection.graph.reads.get(name), selection.graph.writes.get(name)
     last = write or read
@@ -170,6 +169,14 @@ def port_sides(name: str, selection: Selection) -> tuple[Side | None, Side | Non
         0 if last is None else selection.count(last.carried),
         (0 if read is None else read.dim, 0 if write is None else write.dim),
     )
+
+
+def fit_port(layer: nn.Module, sides: Sides, plain: bool) -> None:
+    """Give a layer a port with the result of `port_sides`, or none where it needs none; `plain` as for `compact`."""
+    if plain or sides[:2] == (None, None):
+        close_port(layer)
+    else:
+        set_port(layer, *sides)
 
 
 def _side(selection: Selection, port: Port) -> Side | None:

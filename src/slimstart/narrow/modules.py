@@ -14,6 +14,7 @@ from slimstart.narrow.change import Change
 from slimstart.narrow.compact import (
     RECORD,
     attribute_values,
+    fit_port,
     port_sides,
     ports_in,
     record_of,
@@ -23,7 +24,7 @@ from slimstart.narrow.compact import (
 )
 from slimstart.narrow.removed_layers import modules_of, replacement
 from slimstart.narrow.store import Key, Store
-from slimstart.narrow.stream_ports import close_port, set_port
+from slimstart.narrow.stream_ports import set_port
 
 
 class Network:
@@ -114,11 +115,7 @@ class Network:
         """Add to a change: become the network of a selection without unneeded ports, or with `plain` without any."""
         self.fill(change, store, selection, device, in_place=False, plain=plain)
         for name in ports_in(selection.graph):
-            sides = port_sides(name, selection)
-            if plain or sides[:2] == (None, None):
-                change.call(close_port, self.ports[name])
-            else:
-                change.call(set_port, self.ports[name], *sides)
+            change.call(fit_port, self.ports[name], port_sides(name, selection), plain)
         record = record_of(selection.graph, tensor_names(self.module), store.tensors)
         change.put(vars(self.module), RECORD, record)
 

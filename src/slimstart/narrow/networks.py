@@ -96,11 +96,6 @@ class Networks:
         return self._names.get(id(parameter))
 
     @property
-    def can_pad(self) -> bool:
-        """Whether networks may have spare capacity."""
-        return self._planner is not None
-
-    @property
     def capacity(self) -> Capacity | None:
         """The capacity of the present networks; None where they are exactly as wide as their masks."""
         return None if self._padded is None else self._padded.capacity

@@ -140,9 +140,14 @@ def entries(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> Iterat
                         yield Entry(name, key, state, value, optimizer, group, parameter)
 
 
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """All parameters in the groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
 def held_by(optimizers: Iterable[Optimizer]) -> set[int]:
     """The ids of all parameters in the groups."""
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return set(map(id, parameters_of(*optimizers)))
 
 
 def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch.Size) -> bool:

@@ -47,7 +47,7 @@ class Store(dict[Key, Tensor]):
     @property
     def num_bytes(self) -> int:
         """The size of all dense tensors."""
-        return sum(dense.numel() * dense.element_size() for dense in self.values())
+        return sum(dense.nbytes for dense in self.values())
 
     def drop_state(self, name: str) -> None:
         """Forget the optimizer state of a parameter."""

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from slimstart.devices import cuda_devices
 from slimstart.distributed.process_group import ProcessGroup, reporting
 from slimstart.errors import NonFiniteLossError
+from slimstart.narrow.optimizer_state import parameters_of
 from slimstart.steps.depthwise_mode import AllWidths
 from slimstart.steps.optimizers import complete_momentum
 
@@ -219,10 +220,7 @@ class Backward:
             if self.scaler is not None:
                 for optimizer in self.optimizers:
                     self.scaler.unscale_(optimizer)
-            parameters = [
-                p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-            ]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(parameters_of(*self.optimizers), self.max_grad_norm)
             if check_norm is not None and self.scaler is None:
                 check_norm(norm)
         for optimizer in self.optimizers:

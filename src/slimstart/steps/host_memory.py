@@ -11,7 +11,7 @@ It is estimated from shapes before anything is allocated, so a model on the meta
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def estimate(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], budge
         optimizer: optimizer of its parameters, or several.
         budget: budget of the narrow networks; without it they count as if they were dense.
     """
-    weights = _bytes([*model.parameters(), *model.buffers()])
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     state = 0
     for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
         for group in one.param_groups:
@@ -141,10 +141,6 @@ def free_on_host() -> int:
         return 1024 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _size(count: int) -> str:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from slimstart.narrow.optimizer_state import held_by, innermost
+from slimstart.narrow.optimizer_state import held_by, innermost, parameters_of
 
 FUSED = (SGD, Adam, AdamW)
 
@@ -179,8 +179,7 @@ def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    held = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return [grad for grad in held if grad is not None]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], pretrained: bool | None) -> None:
@@ -223,7 +222,7 @@ def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
     """
     if type(optimizer) not in FUSED:
         return False
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     device = device or parameters[0].device
     if device.type != "cuda" or not all(p.is_floating_point() for p in parameters):
         return False
