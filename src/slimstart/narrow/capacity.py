@@ -13,8 +13,8 @@ It is kept until a draw exceeds it, or until a new choice would save a good part
 shapes cost a capture of all CUDA graphs). Once every s is 0 or 1, there is only the padding up to `align`.
 
 `Planner` chooses the capacity, on the host. `Placement` computes which dense channel each position holds, on the device
-of the masks. That is what `Selection` says on the host (`graph.select(mask, frame)`), for n masks at once. The shapes of
-its results depend on the capacity alone, and no value is read on the host, so a CUDA graph can hold the computation.
+of the masks: what `Selection` says on the host (`graph.select(mask, frame)`), for n masks at once. The shapes of its
+results depend on the capacity alone, and no value is read on the host, so a CUDA graph can hold the computation.
 """
 
 from __future__ import annotations
