@@ -165,7 +165,7 @@ class SparseTraining(Stepping):
             suit_(self.model, first.select(masks[0]))
         self._structure.change(Draw(masks, True), Progress())
         remove_hooks(self.model)  # those of another training, of whose model this is a copy
-        self._model_state = ModelState(self._networks, self._take_structure)
+        ModelState(self._networks, self._take_structure)  # hooks on the model keep it
         self._loads = PartialLoads(self._networks, self._optimizers, self._took_settings)
         self._hooks = StepHooks(
             self._optimizers,
@@ -559,7 +559,6 @@ class SparseTraining(Stepping):
         return training_state.state_dict_of(
             self._networks,
             self._optimizers,
-            self._model_state,
             **structure.progress._asdict(),
             pending=structure.drawing.pending,
             policy=self.learner.state_dict(),
@@ -584,9 +583,7 @@ class SparseTraining(Stepping):
             trial = self.policy.start(self._costs, self._budget, self._total_steps)
             from_losses = self._structure.gradients is None
             with training_state.reporting_misfits():
-                saved = training_state.checked(
-                    state, self._networks, self._optimizers, self._model_state, trial.num_masks, from_losses
-                )
+                saved = training_state.checked(state, self._networks, self._optimizers, trial.num_masks, from_losses)
                 trial.load_state_dict(saved.policy)
                 return saved, training_state.prepare(saved, self._networks, self._optimizers)
 

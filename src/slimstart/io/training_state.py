@@ -18,7 +18,6 @@ from slimstart.errors import CheckpointError
 from slimstart.narrow import Capacity, Change, Key, Networks, Store
 from slimstart.narrow.optimizer_state import parameters_of
 from slimstart.narrow.shrink import METADATA
-from slimstart.narrow.state_dicts import ModelState
 from slimstart.narrow.store import is_dense
 
 FORMAT = "slimstart.training/2"
@@ -63,12 +62,7 @@ def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
     return found
 
 
-def state_dict_of(
-    networks: Networks,
-    optimizers: Sequence[Optimizer],
-    model_state: ModelState,
-    **progress: Any,
-) -> dict[str, Any]:
+def state_dict_of(networks: Networks, optimizers: Sequence[Optimizer], **progress: Any) -> dict[str, Any]:
     """The state dict of a training; `progress` has the entries that networks and optimizers do not have."""
     capacity = networks.capacity
     return {
@@ -79,7 +73,7 @@ def state_dict_of(
         "masks": networks.masks.to("cpu", copy=True),
         "removed": list(networks.removed),
         "capacity": None if capacity is None else {"units": capacity.units, "streams": capacity.streams},
-        "model": model_state.dense(),
+        "model": networks.dense_state_dict(),
         "followers": [store.tensors for store in networks.follower_stores()],
         "optimizers": [dense_state(one, networks) for one in optimizers],
         "random": torch.get_rng_state(),
@@ -87,12 +81,7 @@ def state_dict_of(
 
 
 def checked(
-    state: Any,
-    networks: Networks,
-    optimizers: Sequence[Optimizer],
-    model_state: ModelState,
-    num_masks: int,
-    learns_from_losses: bool,
+    state: Any, networks: Networks, optimizers: Sequence[Optimizer], num_masks: int, learns_from_losses: bool
 ) -> Saved:
     """Check a state dict of a training.
 
@@ -133,7 +122,7 @@ def checked(
     if not isinstance(removed, list) or not all(isinstance(name, str) and name in layers for name in removed):
         raise CheckpointError(f"the state dict is without {reprlib.repr(removed)}, and the network has no such layers")
     own_tensors = networks.whole_state()
-    names = model_state.names
+    names = networks.network.names
     wanted = {key: dense[names[key]].shape if key in names else tensor.shape for key, tensor in own_tensors.items()}
     if _shapes(state["model"]) != wanted:
         raise CheckpointError("the state dict's model differs in its tensors or their shapes")

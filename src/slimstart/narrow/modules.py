@@ -34,7 +34,8 @@ class Network:
         module: module of the class of the graph's model, with the same names.
 
     Attributes:
-        keys: for every tensor that can shrink, its keys in the state dict of the whole model.
+        names: {key in the state dict of the whole model, of which a tensor may have several: name of a tensor that can
+            shrink}.
         parameters: those that can shrink, by name.
         ports: the layers that may need a port, by name.
     """
@@ -43,7 +44,7 @@ class Network:
         self.module, self.graph = module, graph
         self._modules = dict(module.named_modules(remove_duplicate=False))  # also those that are removed later
         places = tensor_places(module)
-        self.keys = {name: [f"{path}.{key}".lstrip(".") for path, key in places[name]] for name in graph.tensors}
+        self.names = {f"{path}.{key}".lstrip("."): name for name in graph.tensors for path, key in places[name]}
         self._owners = {
             name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
         }

@@ -154,6 +154,15 @@ class Networks:
             state |= {f"{name}.{key}": tensor for key, tensor in module.state_dict(keep_vars=True).items()}
         return state
 
+    def dense_state_dict(self) -> dict[str, Tensor]:
+        """The state dict that the model would have with all its channels and layers; a copy."""
+        self.flush()
+        names = self.network.names
+        return {
+            key: self.store[Key(names[key])].clone() if key in names else tensor.detach().clone()
+            for key, tensor in self.whole_state().items()
+        }
+
     @property
     def statistics(self) -> Sequence[Tensor]:
         """Buffers that a forward may change."""
