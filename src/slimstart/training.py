@@ -136,7 +136,7 @@ class SparseTraining(Stepping):
         check_optimizers(self._optimizers, pretrained)
         pretrained = is_pretrained(self.model, self._optimizers) if pretrained is None else pretrained
         device = memory.place(self.model, self._optimizers, example_inputs, budget, full_model_device)
-        examples = example_inputs if device is None else memory.on_host(example_inputs)
+        examples = example_inputs if device is None else tree_map_only(Tensor, lambda one: one.cpu(), example_inputs)
         with uncompiled():
             norms = "keep" if pretrained else "shrink"
             graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep, norms)
@@ -580,12 +580,16 @@ class SparseTraining(Stepping):
 
         def prepare() -> tuple[training_state.Saved, Change]:
             state = read()
-            trial = self.policy.start(self._costs, self._budget, self._total_steps)
-            from_losses = self._structure.gradients is None
-            with training_state.reporting_misfits():
+            try:
+                trial = self.policy.start(self._costs, self._budget, self._total_steps)
+                from_losses = self._structure.gradients is None
                 saved = training_state.checked(state, self._networks, self._optimizers, trial.num_masks, from_losses)
                 trial.load_state_dict(saved.policy)
                 return saved, training_state.prepare(saved, self._networks, self._optimizers)
+            except CheckpointError:
+                raise
+            except Exception as error:  # a state dict from elsewhere may hold anything
+                raise CheckpointError(f"the state dict does not fit this training: {error}") from error
 
         saved, change = self.process_group.all_or_none(prepare)
         change.call(self.learner.load_state_dict, saved.policy)

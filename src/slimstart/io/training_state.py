@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,17 +248,6 @@ def _check_plain(state: Any) -> None:
             levels.append(iter(value))
         elif isinstance(value, Tensor) and not is_dense(value):
             raise CheckpointError(f"the state dict has a tensor of another kind ({value.layout}, {value.device})")
-
-
-@contextmanager
-def reporting_misfits() -> Iterator[None]:
-    """Turn every error in the block into a `CheckpointError`: a state dict from elsewhere may hold anything."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"the state dict does not fit this training: {error}") from error
 
 
 @torch.no_grad()

@@ -325,7 +325,10 @@ class Networks:
             for name in self.network.parameters
         }
         if in_place:
-            self.on_device.become(change, placed.masks, positions)
+            now = self.on_device.positions
+            change.copy(self.masks, placed.masks)
+            change.copy(now.row, positions.row)
+            change.copy(now.ports, positions.ports)
             for name, mine in self.padding.real.items():
                 change.copy(mine, real[name])
             return

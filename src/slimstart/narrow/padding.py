@@ -60,12 +60,6 @@ class PaddedNetworks:
         self._reference_ports = positions.ports[0].clone()
         self._known: object = None  # addresses and types of the tensors for which the tables below were made
 
-    def become(self, change: Change, masks: Tensor, positions: Positions) -> None:
-        """Add to a change: other masks of the same capacity, in the same tensors."""
-        change.copy(self.masks, masks)
-        change.copy(self.positions.row, positions.row)
-        change.copy(self.positions.ports, positions.ports)
-
     def set_ports(self, change: Change, network: Network, buffer: Tensor) -> None:
         """Add to a change: ports of a network at static positions, which `buffer` holds."""
         found: dict[str, list[Side | None]] = {name: [None, None] for name in network.ports}

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.devices import set_modes
-from slimstart.graph import ChannelGraph, Selection
+from slimstart.graph import ChannelGraph
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.modules import Network
-from slimstart.narrow.store import Key, Store
+from slimstart.narrow.store import Key
 
 if TYPE_CHECKING:
     from slimstart.narrow.networks import Networks
@@ -98,7 +98,12 @@ class References:
         if not networks.are_static:
             self._network = reference
         for mask in masks:
-            reference.become(networks.store, networks.select_like_present(mask), networks.device, values)
+            change, selection = Change(), networks.select_like_present(mask)
+            reference.fill(change, networks.store, selection, networks.device, in_place=False)
+            reference.point_ports(change, selection)
+            change.apply()
+            torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
+            reference.synchronise(values)
             yield reference.module
 
     @property
@@ -191,15 +196,6 @@ class ReferenceNetwork(Network):
         owner, key = self._buffers[number]
         buffer: Tensor = getattr(owner, key)
         return buffer
-
-    def become(self, store: Store, selection: Selection, device: torch.device, values: Sequence[Tensor]) -> None:
-        """Become the network of a selection; `values` as for `synchronise`."""
-        change = Change()
-        self.fill(change, store, selection, device, in_place=False)
-        self.point_ports(change, selection)
-        change.apply()
-        torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
-        self.synchronise(values)
 
 
 def _same_kind(one: Tensor, other: Tensor) -> bool:

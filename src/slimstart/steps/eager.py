@@ -6,8 +6,8 @@ Captured steps are made of the same parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -93,7 +93,8 @@ class Stepping:
         if statistics is not None:
             weights = network.parameters()
             check = partial(check_finite, self.num_steps, unchanged=self._unchanged, weights=weights)
-        with undoing_statistics(statistics or ()):
+        before = [buffer.clone() for buffer in statistics or ()]
+        try:
             with reporting():
                 with self._kernels:
                     loss, more = loss_of(loss_fn(network, *batch))
@@ -107,6 +108,10 @@ class Stepping:
                     loss if found.weight == 1 else found.weight * loss,
                     None if check is None else partial(check, names=("norm of the gradients",)),
                 )
+        except NonFiniteLossError:
+            for buffer, value in zip(statistics or (), before, strict=True):
+                buffer.copy_(value)
+            raise
         self.num_examples = found.num_examples
         return as_returned(found.losses[0].detach(), more), found.losses
 
@@ -162,18 +167,6 @@ def check_finite(
                 f"the {which} is {value} at step {step}; {unchanged} as before. "
                 "Lower the learning rate, clip gradients, or go back to a checkpoint"
             )
-
-
-@contextmanager
-def undoing_statistics(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Restore normalisation statistics if a loss in the block is not finite."""
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    except NonFiniteLossError:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
-        raise
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from slimstart.devices import free_on_device
 from slimstart.narrow.optimizer_state import first_state
@@ -127,11 +127,6 @@ def place(
             f"activations, and {_size(free)} are free. In total: {needs}. Lower the budget"
         )
     return found
-
-
-def on_host(example_inputs: Any) -> Any:
-    """Example inputs for a model on the host."""
-    return tree_map_only(Tensor, lambda tensor: tensor.cpu(), example_inputs)
 
 
 def free_on_host() -> int:
