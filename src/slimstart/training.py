@@ -46,8 +46,8 @@ from slimstart.policies.base import check_count, removed_layers
 from slimstart.steps import host_memory as memory
 from slimstart.steps.captured import CapturedStep
 from slimstart.steps.drawing import Draw
-from slimstart.steps.eager import Backward, LossFunction, check_finite, run_step
-from slimstart.steps.engine import Stepping, assemble
+from slimstart.steps.eager import Backward, LossFunction, Stepping, check_finite
+from slimstart.steps.engine import assemble
 from slimstart.steps.final_mask import as_loss, choose_mask, first_batches
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import StepHooks, check_optimizers, fuse, unfuse
@@ -141,7 +141,7 @@ class SparseTraining(Stepping):
             if pretrained:
                 logger.info("%s, so the model counts as pretrained and keeps all its layers (`pretrained`)", reason)
         device = memory.place(self.model, self._optimizers, example_inputs, budget, full_model_device)
-        examples = example_inputs if device is None else memory.on_host(example_inputs)
+        examples = example_inputs if device is None else tree_map_only(Tensor, lambda one: one.cpu(), example_inputs)
         with uncompiled():
             norms = "keep" if pretrained else "shrink"
             graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep, norms)
@@ -157,7 +157,7 @@ class SparseTraining(Stepping):
         if self.policy.learns_from == "gradients":
             place = device or device_of(self.model)
             gradients = UnitGradients.for_learner(self.learner, graph, self.model, self._optimizers, examples, place)
-        self.num_examples: float = 0
+        self.num_examples = 0
         self.building_seconds = 0.0
         self._finished = False
         self._backward = Backward(self._optimizers, max_grad_norm, scaler)
@@ -170,14 +170,14 @@ class SparseTraining(Stepping):
             suit_(self.model, first.select(masks[0]))
         self._structure.change(Draw(masks, True), Progress())
         remove_hooks(self.model)  # those of another training, of whose model this is a copy
-        self._model_state = ModelState(self._networks, self._take_structure)
+        ModelState(self._networks, self._take_structure)  # hooks on the model keep it
         self._loads = PartialLoads(self._networks, self._optimizers, self._took_settings)
         self._hooks = StepHooks(
             self._optimizers,
             self._before_step,
             self._structure.end_iteration,
             self._structure.change_if_due,
-            self._networks.parameters.values(),
+            self._networks.network.parameters.values(),
         )
         logger.info("%s", self.graph.summary)
 
@@ -229,27 +229,18 @@ class SparseTraining(Stepping):
     def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
         if self.needs_reference:
             self._networks.references.take_snapshot()
-        result, found = run_step(
+        # In there, hooks on the optimizers learn from the gradients, and change the structure.
+        result, losses = self._run_eagerly(
             loss_fn,
             network_of(self._given, self.model, self.process_group),
             batch,
-            self._backward,  # hooks on the optimizers learn from the gradients, and change the structure
             self.process_group,
-            self.num_examples,
-            references=self._networks.references.of_draw(snapshot=False) if self.needs_reference else (),
-            statistics=self._networks.statistics,
-            check=self._check_losses,
-            check_norm=partial(self._check_losses, names=("norm of the gradients",)),
-            kernels=self._kernels,
+            self._networks.references.of_draw(snapshot=False) if self.needs_reference else (),
+            self._networks.statistics,
         )
-        self.num_examples = found.num_examples
         if self._structure.gradients is None:
-            self._structure.learn(found.losses)
+            self._structure.learn(losses)
         return result
-
-    def _check_losses(self, losses: Sequence[Tensor] | Tensor, **names: Any) -> None:
-        numbers = [losses] if isinstance(losses, Tensor) else losses
-        check_finite(self.num_steps, *numbers, unchanged=self._unchanged, weights=self.model.parameters(), **names)
 
     def _find_captured(self, steps: Steps, loss_fn: LossFunction, batch: Sequence[Any]) -> CapturedStep | None:
         if self.needs_reference:
@@ -509,14 +500,13 @@ class SparseTraining(Stepping):
         self._check(wait=True)
         if self._finished:
             return self._given
-        learns_from_losses = self._structure.gradients is None
-        if not learns_from_losses and not self._is_final:
+        seen = first_batches(batches, max_batches)
+        if not self._is_final and self._structure.gradients is None:
+            self._choose_final(seen, loss_fn, num_samples)
+        elif not self._is_final:
             logger.warning(
                 "the network is finished after %d steps, while its structure is still learned", self.num_steps
             )
-        seen = first_batches(batches, max_batches)
-        if learns_from_losses and not self._is_final:
-            self._choose_final(seen, loss_fn, num_samples)
         flops = self.graph.flops_within(self._networks.exact_selection.happens[:-1])
         self.process_group.average_statistics(self.model)
         change = self.process_group.all_or_none(partial(self._networks.finish, plain))
@@ -547,7 +537,7 @@ class SparseTraining(Stepping):
     def _choose_final(self, batches: Sequence[Any] | None, loss_fn: LossFunction | None, num_samples: int) -> None:
         with self._structure.transaction():
             with self._kernels:
-                mask = choose_mask(self._networks, self.learner, self.process_group, batches, loss_fn, num_samples)
+                mask = choose_mask(self._structure, batches, loss_fn, num_samples)
             self._structure.settle(mask)
 
     def _measure(self, net: nn.Module, batches: Sequence[Any] | None, loss_fn: LossFunction | None) -> None:
@@ -574,7 +564,6 @@ class SparseTraining(Stepping):
         return training_state.state_dict_of(
             self._networks,
             self._optimizers,
-            self._model_state,
             **structure.progress._asdict(),
             pending=structure.drawing.pending,
             policy=self.learner.state_dict(),
@@ -596,12 +585,16 @@ class SparseTraining(Stepping):
 
         def prepare() -> tuple[training_state.Saved, Change]:
             state = read()
-            with training_state.reporting_misfits():
-                saved = training_state.checked(state, self._networks, self._optimizers, self._model_state)
+            try:
                 trial = self.policy.start(self._costs, self._budget, self._total_steps)
-                training_state.check_masks(saved, trial.num_masks, self._structure.gradients is None)
+                from_losses = self._structure.gradients is None
+                saved = training_state.checked(state, self._networks, self._optimizers, trial.num_masks, from_losses)
                 trial.load_state_dict(saved.policy)
                 return saved, training_state.prepare(saved, self._networks, self._optimizers)
+            except CheckpointError:
+                raise
+            except Exception as error:  # a state dict from elsewhere may hold anything
+                raise CheckpointError(f"the state dict does not fit this training: {error}") from error
 
         saved, change = self.process_group.all_or_none(prepare)
         change.call(self.learner.load_state_dict, saved.policy)

@@ -12,8 +12,7 @@ from torch.optim import SGD, Adam
 from slimstart import Flops, Paper, SparseTraining, flops, trace
 from slimstart.graph import ChannelGraph
 from slimstart.lab import models
-from slimstart.narrow.capacity import RENEW, Capacity, Planner, aligned
-from slimstart.narrow.placement import Placement
+from slimstart.narrow.capacity import RENEW, Capacity, Placement, Planner, aligned
 from tests.zoo import ZOO, Entry, call, cast, tensors
 
 OPTIMIZERS = {

@@ -122,7 +122,6 @@ class NarrowRun:
 
     def start(self):
         self.networks = Networks(self.model, [self.optimizer], self.graph)
-        self.networks.open_ports()
 
     def window(self, mask, numbers, after_step=lambda: None):
         self.networks.prepare(mask[None]).apply()

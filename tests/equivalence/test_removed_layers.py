@@ -10,7 +10,7 @@ from torch import nn
 from slimstart import TraceError, compact, flops, load, save, trace, verify
 from slimstart.lab import models
 from slimstart.narrow.compact import masked
-from slimstart.narrow.removed_layers import PassThrough, modules_of, replace_module, replacement
+from slimstart.narrow.removed_layers import PassThrough, modules_of, replacement
 from slimstart.policies import Channels, Flops, Params
 from slimstart.policies.expected_cost import ExpectedCost
 from tests.zoo import ZOO, call, shake
@@ -24,7 +24,7 @@ WITH_LAYERS = [
 def shortened(model, layers):
     model = copy.deepcopy(model)
     for name, num_results in modules_of(layers):
-        replace_module(model, name, replacement(model.get_submodule(name), num_results))
+        model.set_submodule(name, replacement(model.get_submodule(name), num_results))
     return model
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, RMSprop
 
 from slimstart import Flops, SparseTraining
-from slimstart.steps import Backward, PlainTraining, choose
+from slimstart.steps import Backward, PlainTraining, reason_for_eager
 from slimstart.steps.cuda_graph import is_scarce
 from slimstart.steps.graphs import _Same
 from slimstart.steps.optimizers import CapturedRates, StepHooks, fuse, has_state, settings, unfuse
@@ -77,12 +77,12 @@ def test_parameters_that_will_be_on_a_gpu_have_fused_steps() -> None:
 
 def test_unavailable_engines_are_refused_or_explained() -> None:
     optimizer, cpu = SGD(parameters(), lr=0.1), torch.device("cpu")
-    assert choose("eager", optimizer, cpu) == ("eager", "it was asked for")
-    assert choose("auto", optimizer, cpu) == ("eager", "the model is on cpu, and CUDA graphs need a GPU")
+    assert reason_for_eager("eager", optimizer, cpu) == "it was asked for"
+    assert reason_for_eager("auto", optimizer, cpu) == "the model is on cpu, and CUDA graphs need a GPU"
     with pytest.raises(ValueError, match="`engine` is 'graphs', but the model is on cpu"):
-        choose("graphs", optimizer, cpu)
+        reason_for_eager("graphs", optimizer, cpu)
     with pytest.raises(ValueError, match="`engine` is 'fast'; it must be one of 'auto', 'eager', 'graphs'"):
-        choose("fast", optimizer, cpu)
+        reason_for_eager("fast", optimizer, cpu)
 
 
 def test_functions_are_the_same_by_identity_and_methods_by_owner() -> None:

@@ -1,31 +1,18 @@
 """Training with several processes, each with its part of every batch: torch.distributed, started by torchrun.
 
-    with joined() as processes:
+    with joined():
         sparse = SparseTraining(model, optimizer, images[:1], budget, total_steps=steps)
         parallel = data_parallel(model)     # or any DistributedDataParallel, before or after
-        for images, labels in loader:       # this process's part of every batch
-            loss = F.cross_entropy(parallel(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()                # or all of it: sparse.step(loss_fn, images, labels)
+        ...                                 # a loop that calls `parallel`, or `sparse.step`
         model = sparse.finish()
 
 At the first step all processes get the weights of rank 0, including those that are not in the network. From then on
-they change to the same structures at the same steps and stay bit-identical: processes exchange the gradients of the
-*narrow* network (`sparse.gradient_bytes`, compare `sparse.dense_gradient_bytes`) and learn the structure from the
-averages. `DistributedDataParallel` remains the same object, with its options and its communication hook. A change of
-structure happens in all processes, or, if one of them cannot prepare it, in none, with an error in all.
+they change to the same structures at the same steps and stay bit-identical: they exchange the gradients of the *narrow*
+network and learn the structure from the averages. A change of structure happens in all processes, or, if one of them
+cannot prepare it, in none, with an error in all. `docs/scaling.md` says what else is averaged.
 
-`step` also averages losses and running statistics of batch norm, weighted by the number of examples of each process. In
-a loop by hand, batches are of equal size, as always with `DistributedDataParallel`, and statistics are averaged at
-changes of structure and in `finish`. `step`, `optimizer.step()`, `update`, `resample`, `settle`, `finish` and a
-`snapshot` with batches are collective; `state_dict` and `save` are not, so that a single process can write a
-checkpoint.
-
-With `synchronise_batch_norm`, several processes compute the same as one, up to rounding, because sums over examples
-have another order. In float64 the difference remains that small. In float32 trainings can drift apart: units of nearly
-equal importance are ordered by rounding, so that another unit is dropped or a width differs by one. The results then
-differ as much as those of two seeds.
+`step`, `optimizer.step()`, `update`, `resample`, `settle`, `finish` and a `snapshot` with batches are collective;
+`state_dict` and `save` are not, so that a single process can write a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,12 +45,7 @@ _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def data_parallel(net: nn.Module, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel` without a broadcast of buffers at every forward: `SparseTraining` averages statistics.
-
-    Args:
-        net: the model.
-        options: options of `DistributedDataParallel`.
-    """
+    """`DistributedDataParallel` without broadcasts of buffers in forwards: `SparseTraining` averages statistics."""
     device = next(net.parameters()).device
     settings = {"device_ids": [device] if device.type == "cuda" else None, _SYNC_BUFFERS: False}
     with reporting():  # processes compare their parameters

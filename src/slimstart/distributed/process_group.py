@@ -30,7 +30,6 @@ class Averages(NamedTuple):
     """Means over the examples of all processes.
 
     Attributes:
-        losses: the means.
         weight: factor of this process's loss, its number of examples * processes / total number. With it, the mean over
             processes that `DistributedDataParallel` takes of gradients is the mean over examples.
         num_examples: number of examples of all processes.
@@ -116,11 +115,7 @@ class ProcessGroup:
         return tuple(self.total(torch.tensor(flags)).gt(0).tolist())
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite tensors with those of rank 0.
-
-        Raises:
-            ConfigError: the process group has no backend for the device of a tensor.
-        """
+        """Overwrite tensors with those of rank 0; `check_reach` refuses devices that the group cannot exchange."""
         if self.reference is not None:
             self.check_reach(tensors)
             with reporting(), torch.no_grad():
@@ -157,23 +152,18 @@ class ProcessGroup:
         """Run a function on rank 0 only; all processes get its result, or raise its error."""
         if self.reference is None:
             return function()
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]  # the result, and the error
         if self.rank == 0:
             try:
                 outcome[0] = function()
             except Exception as error:
                 outcome[1] = error
-                self._share(outcome)
-                raise
-        self._share(outcome)
+        with reporting():
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         if outcome[1] is not None:
             raise outcome[1]
         value: T = outcome[0]
         return value
-
-    def _share(self, outcome: list[Any]) -> None:
-        with reporting():
-            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -255,7 +245,7 @@ def _lengths(parts: Iterable[Any]) -> Iterator[int]:
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """The size of the gradients of a step, which processes exchange."""
-    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    return sum(p.nbytes for p in parameters if p.requires_grad)
 
 
 @contextmanager

@@ -22,9 +22,6 @@ def register(accelerator: Any, sparse: SparseTraining) -> None:
 
     Accelerate loads the weights of the model before anything else, when the model still has another structure. They are
     part of the training's state, so `load_state` takes them from there.
-
-    Args:
-        accelerator: an `accelerate.Accelerator`.
     """
 
     def skip(models: list[Any], input_dir: str) -> None:

@@ -19,16 +19,15 @@ from torch.utils._pytree import tree_leaves
 from slimstart.errors import CheckpointError
 from slimstart.flop_counter import flops
 from slimstart.integrations.trainers import (
-    LoadHook,
     example_of,
     fit_to,
     narrow_part,
     policy_of_gradients,
-    structure_in,
     tensors_in,
 )
+from slimstart.narrow.hooks import OwnHook
 from slimstart.narrow.optimizer_state import held_by
-from slimstart.narrow.shrink import METADATA
+from slimstart.narrow.shrink import METADATA, metadata_of
 from slimstart.narrow.store import is_dense
 from slimstart.policies import Budget, Policy
 from slimstart.training import SparseTraining
@@ -118,7 +117,7 @@ class Slimming(Callback):
                 own = module.state_dict()
                 state_dict.update({key: own[key] for key, _ in tensors_in(state_dict) if key in own})
 
-        self._hook = pl_module.register_load_state_dict_pre_hook(LoadHook(load))
+        self._hook = pl_module.register_load_state_dict_pre_hook(OwnHook(load))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the hook of `setup`."""
@@ -141,7 +140,7 @@ class Slimming(Callback):
                 "`save_weights_only`"
             )
         self._check(trainer)
-        net = _narrowed(pl_module, self._module)
+        net: nn.Module = pl_module.get_submodule(_name(pl_module, self._module))
         optimizers = [one for one in trainer.optimizers if held_by([one]) & {id(p) for p in net.parameters()}]
         steps = self._total_steps or self._resumed.get("total_steps") or trainer.estimated_stepping_batches
         if not 0 < steps < float("inf"):
@@ -173,7 +172,7 @@ class Slimming(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Make the network a plain module."""
         if self.sparse is not None and self._finished is None:
-            self._finished = structure_in(pl_module.state_dict())
+            self._finished = metadata_of(self.sparse.model.state_dict())[""][METADATA]
             self.sparse.finish()
 
     @staticmethod
@@ -285,11 +284,6 @@ def _name(pl_module: Any, given: str | None) -> str:
         f"{type(pl_module).__name__} has {', '.join(children) or 'no modules'} with parameters, and no `forward`; name "
         "the module to narrow: Slimming(module=...)"
     )
-
-
-def _narrowed(pl_module: Any, given: str | None) -> nn.Module:
-    found: nn.Module = pl_module.get_submodule(_name(pl_module, given))
-    return found
 
 
 def _first_step(trainer: Any, pl_module: Any) -> None:

@@ -20,12 +20,8 @@ def policy_of_gradients(policy: str | Policy, callback: str, lines: str) -> Poli
     """The policy, if it learns inside `optimizer.step()`.
 
     Args:
-        policy: name or settings of a policy.
         callback: name of the callback, for the error.
         lines: code to write instead for a policy that learns from losses.
-
-    Raises:
-        ValueError: the policy learns from losses, which a callback does not see.
     """
     found = get_policy(policy)
     if found.learns_from != "gradients":
@@ -96,27 +92,6 @@ def _two_examples(inputs: Any) -> Any:
     return tree_map(cut, inputs)
 
 
-class LoadHook:
-    """A hook before a module loads a state dict. A copy of the module, or a pickled one, has one without effect.
-
-    Args:
-        function: called as hooks of `register_load_state_dict_pre_hook` are.
-    """
-
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        if self._function is not None:
-            self._function(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoadHook:
-        return LoadHook()
-
-    def __reduce__(self) -> Any:
-        return LoadHook, ()
-
-
 def fit_to(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Make a dense module as narrow as a state dict of which a part is narrow, in place.
 
@@ -139,12 +114,6 @@ def fit_to(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
 def narrow_part(state_dict: Mapping[str, Any]) -> str | None:
     """The name of the module whose structure a state dict has in its metadata, if there is one."""
     return next((name for name, found in metadata_of(state_dict).items() if METADATA in found), None)
-
-
-def structure_in(state_dict: Mapping[str, Any]) -> Any:
-    """Structure of a narrow state dict, from its metadata."""
-    name = narrow_part(state_dict)
-    return None if name is None else metadata_of(state_dict)[name][METADATA]
 
 
 def tensors_in(state_dict: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

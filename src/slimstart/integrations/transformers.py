@@ -24,10 +24,11 @@ from torch.utils.data import IterableDataset
 
 from slimstart.errors import CheckpointError
 from slimstart.flop_counter import flops
-from slimstart.integrations.trainers import LoadHook, policy_of_gradients, tensors_in
+from slimstart.integrations.trainers import policy_of_gradients, tensors_in
 from slimstart.io import checkpoints
 from slimstart.io.network_files import load, save
 from slimstart.narrow.compact import RECORD, Record
+from slimstart.narrow.hooks import OwnHook
 from slimstart.narrow.optimizer_state import unwrapped
 from slimstart.narrow.shrink import METADATA
 from slimstart.narrow.stream_ports import StreamPort
@@ -92,7 +93,7 @@ class SlimmingCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         """Let the model load the narrow checkpoints of the trainer."""
-        self._hook = model.register_load_state_dict_pre_hook(LoadHook(self._loading))
+        self._hook = model.register_load_state_dict_pre_hook(OwnHook(self._loading))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, train_dataloader: Any, **_: Any

@@ -26,18 +26,13 @@ _PARTIAL = r"\.[0-9a-f]{16}\.partial"
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
     """Replace the content of a file; if that fails, the file is unchanged."""
-
-    def put(file: BinaryIO) -> None:
-        file.write(content)
-
-    write_with(path, put)
+    write_with(path, lambda file: file.write(content))
 
 
-def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], None], is_link_allowed: bool = True) -> None:
+def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], object], is_link_allowed: bool = True) -> None:
     """Replace the content of a file by what `put` writes into it piece by piece.
 
     Args:
-        path: path of the file.
         put: called with the open file.
         is_link_allowed: whether the folder of the file may be a link.
     """
@@ -75,7 +70,7 @@ def remove_partials(folder: Folder, name: str) -> None:
                 os.close(handle)
 
 
-def _replace(folder: Folder, name: str, put: Callable[[BinaryIO], None]) -> None:
+def _replace(folder: Folder, name: str, put: Callable[[BinaryIO], object]) -> None:
     partial, handle = _new_file(folder, name)
     try:
         with os.fdopen(handle, "wb") as file:

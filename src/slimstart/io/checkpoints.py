@@ -45,8 +45,6 @@ def write(state: Mapping[str, Any], path: str | os.PathLike[str], is_link_allowe
     """Write a state dict to a file, atomically.
 
     Args:
-        state: the state dict.
-        path: path of the file.
         is_link_allowed: whether the folder of the file may be a link.
 
     Raises:
@@ -102,16 +100,11 @@ def _check_sizes(file: BinaryIO) -> dict[str, int]:
     packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     if packed or sum(member.file_size for member in members) > length:
         raise ValueError("it unpacks to more than its own size: it is not a checkpoint of slimstart")
-    sizes = {key: member.file_size for member in members if (key := _storage_key(member.filename)) is not None}
+    storages = ((member.filename.split("/"), member.file_size) for member in members)  # such as "archive/data/3"
+    sizes = {parts[2]: size for parts, size in storages if len(parts) == 3 and parts[1] == "data"}
     if len({member.filename for member in members}) != len(members):
         raise ValueError("it has two members of the same name")
     return sizes
-
-
-def _storage_key(name: str) -> str | None:
-    """ "3" for the member "archive/data/3"."""
-    parts = name.split("/")
-    return parts[2] if len(parts) == 3 and parts[1] == "data" else None
 
 
 def _check_checksum(file: BinaryIO) -> None:

@@ -21,7 +21,6 @@ class Folder:
     """An open folder: its files are found by name in the folder itself, wherever its path leads in the meantime.
 
     Args:
-        path: path of the folder.
         is_link_allowed: whether the last part of the path may be a link.
 
     Raises:

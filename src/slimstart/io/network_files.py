@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from slimstart.errors import CheckpointError
 from slimstart.io import atomic
 from slimstart.io.files import read_bytes
-from slimstart.narrow.compact import RECORD, Record, tensor_names, tensor_places
-from slimstart.narrow.counts import read_count, write_count
-from slimstart.narrow.removed_layers import MAX_RESULTS, replace_module, replacement
-from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, open_port, set_port
+from slimstart.narrow.compact import RECORD, Record, read_count, tensor_names, tensor_places, write_count
+from slimstart.narrow.removed_layers import MAX_RESULTS, replacement
+from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, set_port
 
 _FORMAT = "slimstart.network/1"
 _FEW_BYTES = 1 << 20  # that a file may have whatever its network
@@ -165,7 +164,7 @@ def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str
     if "" in removed:
         raise ValueError("the network itself is removed")
     for name, num_results in removed.items():
-        replace_module(network, name, replacement(network.get_submodule(name), num_results))
+        network.set_submodule(name, replacement(network.get_submodule(name), num_results))
     dense = tensor_names(network)
     shapes = {name: list(tensor.shape) for name, tensor in dense.items()}
     if odd := sorted(shapes.keys() ^ structure["dense"].keys()) or sorted(
@@ -192,7 +191,6 @@ def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str
         sides = [None if i is None else Side(_indices(i)) for i in (port["read"], port["write"])]
         if sides[1] is not None and int(sides[1].index.max()) >= width:
             raise ValueError(f"{name!r} writes channel {int(sides[1].index.max())} of {width}")
-        open_port(layer)
         set_port(layer, sides[0], sides[1], width, (-_number(-first, 8), -_number(-second, 8)))
     counted = tuple((module, attribute) for module, attribute, _ in structure["attributes"])
     vars(network)[RECORD] = Record(counted, {name: tuple(shape) for name, shape in shapes.items()}, removed)

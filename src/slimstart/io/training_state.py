@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch.optim import Optimizer
 
 from slimstart.errors import CheckpointError
 from slimstart.narrow import Capacity, Change, Key, Networks, Store
+from slimstart.narrow.optimizer_state import parameters_of
 from slimstart.narrow.shrink import METADATA
-from slimstart.narrow.state_dicts import ModelState
 from slimstart.narrow.store import is_dense
 
 FORMAT = "slimstart.training/2"
@@ -54,7 +53,7 @@ class Saved:
 def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
     """A copy of an optimizer's state dict with the state of all channels. The store must be up to date."""
     found = {key: value for key, value in copy.deepcopy(optimizer.state_dict()).items() if key != METADATA}
-    for index, parameter in enumerate(_parameters(optimizer)):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         name = networks.name_of(parameter)
         for key, value in found["state"].get(index, {}).items():
             if name is not None and isinstance(value, Tensor) and value.dim() > 0:
@@ -62,46 +61,31 @@ def dense_state(optimizer: Optimizer, networks: Networks) -> dict[str, Any]:
     return found
 
 
-def state_dict_of(
-    networks: Networks,
-    optimizers: Sequence[Optimizer],
-    model_state: ModelState,
-    *,
-    num_steps: int,
-    held_steps: int,
-    settled: bool,
-    pending: Tensor | None,
-    policy: dict[str, Any],
-) -> dict[str, Any]:
-    """The state dict of a training.
-
-    Args:
-        num_steps, held_steps, settled: progress of the training.
-        pending: masks that have been drawn for the next window.
-        policy: state dict of the learner.
-    """
+def state_dict_of(networks: Networks, optimizers: Sequence[Optimizer], **progress: Any) -> dict[str, Any]:
+    """The state dict of a training; `progress` has the entries that networks and optimizers do not have."""
     capacity = networks.capacity
     return {
         "format": FORMAT,
         "coupling": networks.dense_graph.coupling,
         "structure": networks.dense_graph.digest,
-        "num_steps": num_steps,
-        "held_steps": held_steps,
-        "settled": settled,
+        **progress,
         "masks": networks.masks.to("cpu", copy=True),
         "removed": list(networks.removed),
         "capacity": None if capacity is None else {"units": capacity.units, "streams": capacity.streams},
-        "pending": pending,
-        "policy": policy,
-        "model": model_state.dense(),
+        "model": networks.dense_state_dict(),
         "followers": [store.tensors for store in networks.follower_stores()],
         "optimizers": [dense_state(one, networks) for one in optimizers],
         "random": torch.get_rng_state(),
     }
 
 
-def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], model_state: ModelState) -> Saved:
+def checked(
+    state: Any, networks: Networks, optimizers: Sequence[Optimizer], num_masks: int, learns_from_losses: bool
+) -> Saved:
     """Check a state dict of a training.
+
+    Args:
+        num_masks: number of masks that the learner draws.
 
     Raises:
         CheckpointError: it is of another kind, another network or other optimizers.
@@ -137,7 +121,7 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
     if not isinstance(removed, list) or not all(isinstance(name, str) and name in layers for name in removed):
         raise CheckpointError(f"the state dict is without {reprlib.repr(removed)}, and the network has no such layers")
     own_tensors = networks.whole_state()
-    names = model_state.names
+    names = networks.network.names
     wanted = {key: dense[names[key]].shape if key in names else tensor.shape for key, tensor in own_tensors.items()}
     if _shapes(state["model"]) != wanted:
         raise CheckpointError("the state dict's model differs in its tensors or their shapes")
@@ -151,6 +135,12 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
         fine = isinstance(masks, Tensor) and masks.dtype == torch.bool and masks.dim() == 2 and len(masks) > 0
         if not fine or masks.shape[1] != graph.num_units:
             raise CheckpointError(f"the state dict's {what} do not fit the network")
+    rows, waits = len(state["masks"]), learns_from_losses and not state["settled"] and state["held_steps"] > 0
+    if rows != num_masks and not (state["settled"] and rows == 1):
+        raise CheckpointError(f"the state dict has {rows} masks, and this policy draws {num_masks}")
+    pending = state["pending"]
+    if (pending is not None) != waits or (pending is not None and len(pending) != num_masks):
+        raise CheckpointError("the state dict's pending masks do not fit its steps since the last draw")
     random = state["random"]
     torch.Generator().set_state(random.cpu())  # raises for anything but a generator's state
 
@@ -178,10 +168,10 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
         state["settled"],
         state["masks"].clone(),
         list(state["removed"]),
-        None if state["pending"] is None else state["pending"].clone(),
+        None if pending is None else pending.clone(),
         _capacity(state["capacity"], networks),
         copy.deepcopy(dict(state["policy"])),
-        store_of(model_state.canonical(state["model"])),
+        store_of({names[key]: tensor for key, tensor in state["model"].items() if key in names}),
         list(map(store_of, followers)),
         others,
         _checked_optimizers(state["optimizers"], optimizers, networks),
@@ -189,21 +179,8 @@ def checked(state: Any, networks: Networks, optimizers: Sequence[Optimizer], mod
     )
 
 
-def check_masks(saved: Saved, num_masks: int, learns_from_losses: bool) -> None:
-    """Check that the number of masks is that of the learner, and that pending masks fit the progress.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
-    rows, waits = len(saved.masks), learns_from_losses and not saved.settled and saved.held_steps > 0
-    if rows != num_masks and not (saved.settled and rows == 1):
-        raise CheckpointError(f"the state dict has {rows} masks, and this policy draws {num_masks}")
-    if (saved.pending is not None) != waits or (saved.pending is not None and len(saved.pending) != num_masks):
-        raise CheckpointError("the state dict's pending masks do not fit its steps since the last draw")
-
-
 def _capacity(saved: Any, networks: Networks) -> Capacity | None:
-    if saved is None or not networks.can_pad:  # saved by a training without padding, or loaded into one
+    if saved is None:  # by a training without padding
         return None
     if not isinstance(saved, Mapping):
         raise CheckpointError("the state dict's capacity is not a mapping")
@@ -236,7 +213,7 @@ def _checked_optimizers(saved: Any, optimizers: Sequence[Optimizer], networks: N
                     raise CheckpointError(
                         f"the state dict's optimizer has {key}={reprlib.repr(group[key])}, this {wanted!r}"
                     )
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if [index for group in one["param_groups"] for index in group["params"]] != list(range(len(parameters))):
             raise CheckpointError("the state dict's optimizer has its parameters in another order")
         _check_alike(one["state"], optimizer)
@@ -273,17 +250,6 @@ def _check_plain(state: Any) -> None:
             raise CheckpointError(f"the state dict has a tensor of another kind ({value.layout}, {value.device})")
 
 
-@contextmanager
-def reporting_misfits() -> Iterator[None]:
-    """Turn every error in the block into a `CheckpointError`: a state dict from elsewhere may hold anything."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"the state dict does not fit this training: {error}") from error
-
-
 @torch.no_grad()
 def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -> Change:
     """The change to the saved networks and optimizer state."""
@@ -306,7 +272,7 @@ def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -
                     change.put(group, key, value)
         state: dict[Any, dict[str, Any]] = defaultdict(dict)
         for index, entries in one["state"].items():
-            parameter = _parameters(optimizer)[index]
+            parameter = parameters_of(optimizer)[index]
             name = networks.name_of(parameter)
             if name is not None and name not in selection.graph.tensors:
                 continue  # of a layer that is gone
@@ -319,10 +285,6 @@ def prepare(saved: Saved, networks: Networks, optimizers: Sequence[Optimizer]) -
                 state[parameter][key] = value
         change.set(optimizer, "state", state)
     return change
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,7 +309,7 @@ def _check_alike(state: Mapping[int, Mapping[str, Any]], optimizer: Optimizer) -
     """Refuse state of unknown parameters, and, for PyTorch's optimizers, state that differs within a group."""
     number = 0
     seen: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
-    if odd := state.keys() - range(len(_parameters(optimizer))):
+    if odd := state.keys() - range(len(parameters_of(optimizer))):
         raise CheckpointError(f"the state dict's optimizer has state for parameters {odd}, which do not exist")
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

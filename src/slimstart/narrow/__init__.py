@@ -10,7 +10,7 @@ another:
   `modules.py` is one module that follows, and `optimizer_state.py` the optimizer state that moves with it;
 - `references.py` has the networks of other masks, for policies that compare losses;
 - `removed_layers.py` replaces layers that are removed as a whole;
-- `capacity.py`, `placement.py` and `padding.py` are spare capacity, so that shapes survive a change;
+- `capacity.py` and `padding.py` are spare capacity, so that shapes survive a change;
 - `state_dicts.py` are the state dicts of the narrow model and of its optimizers, `hooks.py` hooks that copies ignore.
 
 `stream_ports.py` is the one thing that a narrow network has and the dense one has not. `init_scale.py` scales new

@@ -7,20 +7,23 @@ entries that the selection keeps, and integer attributes that count channels are
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slimstart.graph import ChannelGraph, Port, Selection
-from slimstart.narrow.counts import write_count
 from slimstart.narrow.kept_norms import over_kept_channels
 from slimstart.narrow.removed_layers import PassThrough, modules_of, replacement
-from slimstart.narrow.stream_ports import BUFFERS, Dims, Side, close_port, open_port, set_port
+from slimstart.narrow.stream_ports import BUFFERS, Dims, Side, close_port, set_port
 
 RECORD = "_slimstart_record"
 """The attribute in which a narrow module has its `Record`, for `slimstart.save`."""
+
+_ENTRY = re.compile(r"(.+)\[(\d{1,4})\]")
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,7 @@ def narrow_copy(
     """A copy of a model of any width, with the tensors of a selection.
 
     Args:
-        model: dense or narrow.
         dense: dense values by name, of every tensor that can shrink.
-        selection: kept channels.
-        plain: as for `compact`.
         device: of the copy, if not that of the dense values.
     """
     # `deepcopy` takes entries of `memo` in place of the originals, so no dense tensor is copied, and shared tensors
@@ -98,12 +98,7 @@ def narrow_copy(
         write_count(module.get_submodule(owner), attribute, value)
     vars(module)[RECORD] = record_of(selection.graph, tensors, dense)
     for name in ports_in(selection.graph):
-        layer, sides = module.get_submodule(name), port_sides(name, selection)
-        if plain or sides[:2] == (None, None):
-            close_port(layer)
-        else:
-            open_port(layer)
-            set_port(layer, *sides)
+        fit_port(module.get_submodule(name), port_sides(name, selection), plain)
     return module
 
 
@@ -111,7 +106,6 @@ def record_of(graph: ChannelGraph, tensors: Mapping[str, Tensor], dense: Mapping
     """The record of a narrow module.
 
     Args:
-        graph: graph of the module.
         tensors: tensors of the module by name, of any width, with or without those of ports.
         dense: dense values by name, of every tensor that can shrink.
     """
@@ -162,7 +156,10 @@ def ports_in(graph: ChannelGraph) -> list[str]:
     return list(dict.fromkeys([*graph.reads, *graph.writes]))
 
 
-def port_sides(name: str, selection: Selection) -> tuple[Side | None, Side | None, int, Dims]:
+Sides = tuple[Side | None, Side | None, int, Dims]
+
+
+def port_sides(name: str, selection: Selection) -> Sides:
     """Arguments of `set_port`: what a layer reads and writes, the width of the stream it writes, and the dimensions."""
     read, write = selection.graph.reads.get(name), selection.graph.writes.get(name)
     last = write or read
@@ -172,6 +169,14 @@ def port_sides(name: str, selection: Selection) -> tuple[Side | None, Side | Non
         0 if last is None else selection.count(last.carried),
         (0 if read is None else read.dim, 0 if write is None else write.dim),
     )
+
+
+def fit_port(layer: nn.Module, sides: Sides, plain: bool) -> None:
+    """Give a layer a port with the result of `port_sides`, or none where it needs none; `plain` as for `compact`."""
+    if plain or sides[:2] == (None, None):
+        close_port(layer)
+    else:
+        set_port(layer, *sides)
 
 
 def _side(selection: Selection, port: Port) -> Side | None:
@@ -204,3 +209,41 @@ def masked(model: nn.Module, selection: Selection) -> nn.Module:
                 tensor.index_fill_(dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
     over_kept_channels(module, selection)
     return module
+
+
+# --- attributes that count channels ----------------------------------------------------------------------------------
+
+
+def read_count(module: nn.Module, name: str) -> Any:
+    """The value of an attribute that counts channels; None if there is no such.
+
+    Its name is "heads", "splits[1]" for an entry of a list or tuple, or "config.heads" for an attribute of a
+    configuration.
+    """
+    attribute, index, inner = _parsed(name)
+    value = vars(module).get(attribute)
+    if inner:
+        return getattr(value, "__dict__", {}).get(inner)
+    if index is None:
+        return value
+    return value[index] if isinstance(value, list | tuple) and index < len(value) else None
+
+
+def write_count(module: nn.Module, name: str, value: Any) -> None:
+    """Set such an attribute; entries in a new object, since the old one may be another module's too."""
+    attribute, index, inner = _parsed(name)
+    if inner:
+        configuration = copy.copy(getattr(module, attribute))
+        vars(configuration)[inner] = value
+        value = configuration
+    elif index is not None:
+        entries = getattr(module, attribute)
+        value = type(entries)([*entries[:index], value, *entries[index + 1 :]])
+    setattr(module, attribute, value)
+
+
+def _parsed(name: str) -> tuple[str, int | None, str]:
+    """The attribute of the module, and in it the index of an entry or the name of an attribute."""
+    attribute, _, inner = name.partition(".")
+    found = _ENTRY.fullmatch(name)
+    return (attribute, None, inner) if found is None or inner else (found[1], int(found[2]), "")

@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 
 
-class Hook:
+class OwnHook:
     """A hook that calls a method. Its copies call nothing, and the original lists them.
 
     Attributes:
         copies: hooks in copies of the model, as long as those exist.
     """
 
-    def __init__(self, method: Callable[..., Any] | None) -> None:
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
         self._method = method
-        self.copies: weakref.WeakSet[Hook] = weakref.WeakSet()
+        self.copies: weakref.WeakSet[OwnHook] = weakref.WeakSet()
 
     @property
     def is_inert(self) -> bool:
@@ -29,12 +29,16 @@ class Hook:
         return self._method(*args) if self._method is not None else None
 
     def __reduce__(self) -> Any:
-        return Hook, (None,)
+        return type(self), ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        inert = Hook(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnHook:
+        inert = type(self)()
         self.copies.add(inert)
         return inert
+
+
+class Hook(OwnHook):
+    """A hook of a `SparseTraining`, which shows that the model is in one."""
 
 
 def remove_hooks(module: nn.Module) -> None:

@@ -6,32 +6,16 @@ by the square root of the ratio of both, they have the scale of a narrow network
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from slimstart.graph import Selection
 from slimstart.graph.readers import LAYERS
 from slimstart.narrow.compact import compact
-
-
-@torch.no_grad()
-def rescale_fan_in_(weights: Mapping[str, Tensor], model: nn.Module, selection: Selection) -> None:
-    """Give weights the scale of an initialisation at the fan-in that they have under a selection, in place.
-
-    Args:
-        weights: weights by name, narrow or dense; only those of convolutions and linear layers are changed.
-        model: the dense model.
-        selection: selection of the narrow network.
-    """
-    modules = dict(model.named_modules())
-    for name, dense in model.named_parameters():
-        layer = modules[name.rpartition(".")[0]]
-        if name in weights and dense.dim() > 1 and name in selection.graph.tensors and isinstance(layer, LAYERS):
-            narrow = selection.shape(name, dense.shape)
-            weights[name].mul_((dense.shape[1:].numel() / narrow[1:].numel()) ** 0.5)
 
 
 def sign_of_training(model: nn.Module, optimizers: Iterable[Optimizer]) -> str:
@@ -55,14 +39,19 @@ def sign_of_training(model: nn.Module, optimizers: Iterable[Optimizer]) -> str:
     return ""
 
 
+@torch.no_grad()
 def suit_(model: nn.Module, selection: Selection) -> None:
     """Give the weights of a newly initialised dense model the scale for a selection; frozen ones are not changed."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    rescale_fan_in_(trained, model, selection)
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        layer = modules[name.rpartition(".")[0]]
+        if weight.requires_grad and weight.dim() > 1 and name in selection.graph.tensors and isinstance(layer, LAYERS):
+            narrow = selection.shape(name, weight.shape)
+            weight.mul_((weight.shape[1:].numel() / narrow[1:].numel()) ** 0.5)
 
 
 def compact_fresh(model: nn.Module, selection: Selection) -> nn.Module:
-    """A newly initialised narrow network from a newly initialised dense one."""
-    small = compact(model, selection)
-    rescale_fan_in_(dict(small.named_parameters()), model, selection)
-    return small
+    """A newly initialised narrow network from a newly initialised dense one, which is not changed."""
+    model = copy.deepcopy(model)
+    suit_(model, selection)
+    return compact(model, selection)

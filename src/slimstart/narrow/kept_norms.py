@@ -96,11 +96,7 @@ class _KeptNorms(TorchFunctionMode):
 
 
 def _normed(func: Any, tensor: Tensor, dim: int, kept: Tensor, given: dict[str, Any]) -> Tensor:
-    """A norm of the kept channels, among zeros.
-
-    Args:
-        given: its other arguments.
-    """
+    """A norm of the kept channels, among zeros."""
     shape = given.get("normalized_shape")
     if shape is not None:
         given["normalized_shape"] = [len(kept) if d - len(shape) == dim else size for d, size in enumerate(shape)]

@@ -14,16 +14,17 @@ from slimstart.narrow.change import Change
 from slimstart.narrow.compact import (
     RECORD,
     attribute_values,
+    fit_port,
     port_sides,
     ports_in,
     record_of,
     tensor_names,
     tensor_places,
+    write_count,
 )
-from slimstart.narrow.counts import write_count
 from slimstart.narrow.removed_layers import modules_of, replacement
 from slimstart.narrow.store import Key, Store
-from slimstart.narrow.stream_ports import close_port, set_port
+from slimstart.narrow.stream_ports import set_port
 
 
 class Network:
@@ -31,21 +32,23 @@ class Network:
 
     Args:
         module: module of the class of the graph's model, with the same names.
-        graph: channel graph of the model.
 
     Attributes:
-        keys: for every tensor that can shrink, its keys in the state dict of the whole model.
+        names: {key in the state dict of the whole model, of which a tensor may have several: name of a tensor that can
+            shrink}.
+        parameters: those that can shrink, by name.
+        ports: the layers that may need a port, by name.
     """
 
     def __init__(self, module: nn.Module, graph: ChannelGraph) -> None:
         self.module, self.graph = module, graph
         self._modules = dict(module.named_modules(remove_duplicate=False))  # also those that are removed later
         places = tensor_places(module)
-        self.keys = {name: [f"{path}.{key}".lstrip(".") for path, key in places[name]] for name in graph.tensors}
+        self.names = {f"{path}.{key}".lstrip("."): name for name in graph.tensors for path, key in places[name]}
         self._owners = {
             name: [(module.get_submodule(path), key) for path, key in places[name]] for name in graph.tensors
         }
-        self._parameters = {name: p for name, p in module.named_parameters() if name in graph.tensors}
+        self.parameters = {name: p for name, p in module.named_parameters() if name in graph.tensors}
         self._holders = owners = {owner for found in self._owners.values() for owner, _ in found}
         self._layers = [
             (f"{path}.{key}".lstrip("."), parent, key, layer)
@@ -67,11 +70,6 @@ class Network:
         tensor: Tensor = getattr(owner, key)
         return tensor
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that can shrink, by name."""
-        return self._parameters
-
     def check(self) -> None:
         """Refuse a module in which a layer or a parameter has been replaced."""
         identities = {id(place.original): place.identity for place in self._removable.values()}
@@ -82,7 +80,7 @@ class Network:
         ]
         for name in layers or [
             name
-            for name, parameter in self._parameters.items()
+            for name, parameter in self.parameters.items()
             if any(owner._parameters.get(key) is not parameter for owner, key in self._owners[name])
         ]:
             raise RuntimeError(
@@ -118,11 +116,7 @@ class Network:
         """Add to a change: become the network of a selection without unneeded ports, or with `plain` without any."""
         self.fill(change, store, selection, device, in_place=False, plain=plain)
         for name in ports_in(selection.graph):
-            sides = port_sides(name, selection)
-            if plain or sides[:2] == (None, None):
-                change.call(close_port, self.ports[name])
-            else:
-                change.call(set_port, self.ports[name], *sides)
+            change.call(fit_port, self.ports[name], port_sides(name, selection), plain)
         record = record_of(selection.graph, tensor_names(self.module), store.tensors)
         change.put(vars(self.module), RECORD, record)
 
@@ -191,7 +185,6 @@ def find_copy(copy: nn.Module, model: nn.Module) -> nn.Module:
 
     Args:
         copy: a copy of the model as it is now, or a module that holds one as `module` or `ema_model`.
-        model: dense or narrow.
     """
     shapes = {name: tensor.shape for name, tensor in tensor_names(model).items()}
     for module in (copy, getattr(copy, "module", None), getattr(copy, "ema_model", None)):

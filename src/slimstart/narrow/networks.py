@@ -11,7 +11,7 @@ shapes then change seldom.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,18 +20,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from slimstart.graph import ChannelGraph, Selection
-from slimstart.narrow.capacity import Capacity, Executed, Planner
+from slimstart.narrow.capacity import Capacity, Executed, Placement, Planner
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import narrow_copy, tensor_names
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.modules import Network, common_type, find_copy, set_mode
 from slimstart.narrow.optimizer_state import Entry, entries
 from slimstart.narrow.padding import PaddedNetworks, PaddingGradients, real_entries
-from slimstart.narrow.placement import Placement
-from slimstart.narrow.references import FixedBuffers, References
-from slimstart.narrow.removed_layers import replace_module
+from slimstart.narrow.references import References
 from slimstart.narrow.store import Key, Store
-from slimstart.narrow.stream_ports import open_port
 
 
 class _Placed(NamedTuple):
@@ -48,20 +45,16 @@ class Networks:
 
     Args:
         model: network that is trained; dense, and narrow from the first change on.
-        optimizers: over its parameters.
-        graph: channel graph of the model.
         planner: chooses spare capacity; None for networks exactly as wide as their mask.
         static: with a planner, tensors keep their addresses as long as the capacity does.
         device: device of the narrow networks, where the dense tensors are to stay on the host.
 
     Attributes:
-        dense_graph: graph of the whole model.
         graph: graph of the present networks, which may be without some layers.
-        store: the dense tensors.
+        network: the model, as a module that becomes the network of one selection after another.
         masks: (n, U), of the present draw. The first network is trained.
         version: increases whenever tensors of the model get other storages, so that captured steps are invalid.
         followers: copies of the model that change with it, each with its own dense tensors.
-        references: the networks of the other masks.
         padding: hooks that set the gradients of padding to zero.
     """
 
@@ -78,17 +71,16 @@ class Networks:
     ) -> None:
         self.model, self.dense_graph, self.graph, self._optimizers = model, graph, graph, tuple(optimizers)
         self._planner, self._static, self._device = planner, static, device
-        self._network = Network(model, graph)
-        self._names = {id(parameter): name for name, parameter in self._network.parameters.items()}
-        self.store = Store({name: self._network.tensor(name) for name in graph.tensors}, host=device is not None)
+        self.network = Network(model, graph)
+        self._names = {id(parameter): name for name, parameter in self.network.parameters.items()}
+        self.store = Store({name: self.network.tensor(name) for name in graph.tensors}, host=device is not None)
         self.masks = torch.ones(1, graph.num_units, dtype=torch.bool)
         self.version = 0
         self.followers: list[tuple[Network, Store]] = []
         self._selection: Selection | None = None
         self._padded: PaddedNetworks | None = None
-        self.padding = PaddingGradients(self._network.parameters)
-        self._buffers = FixedBuffers(self._network)
-        self.references = References(self, self._buffers)
+        self.padding = PaddingGradients(self.network.parameters)
+        self.references = References(self)
         self._units: dict[int, Tensor] = {}  # along axes that were asked for
         self._units_version = -1
 
@@ -99,27 +91,9 @@ class Networks:
         """The device of the narrow networks."""
         return self._device or next(self.model.parameters()).device
 
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The narrow parameters by name."""
-        return self._network.parameters
-
-    @property
-    def keys(self) -> Mapping[str, Sequence[str]]:
-        """For every tensor that can shrink, its keys in the state dict of the whole model."""
-        return self._network.keys
-
-    def tensor(self, name: str) -> Tensor:
-        return self._network.tensor(name)
-
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of a parameter that can shrink; None for others."""
         return self._names.get(id(parameter))
-
-    @property
-    def can_pad(self) -> bool:
-        """Whether networks may have spare capacity."""
-        return self._planner is not None
 
     @property
     def capacity(self) -> Capacity | None:
@@ -176,20 +150,25 @@ class Networks:
     def whole_state(self) -> dict[str, Tensor]:
         """The model's own tensors by the keys of its state dict, with those of removed layers."""
         state: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        for name, module in self._network.removed_modules(self.graph):
+        for name, module in self.network.removed_modules(self.graph):
             state |= {f"{name}.{key}": tensor for key, tensor in module.state_dict(keep_vars=True).items()}
         return state
+
+    def dense_state_dict(self) -> dict[str, Tensor]:
+        """The state dict that the model would have with all its channels and layers; a copy."""
+        self.flush()
+        names = self.network.names
+        return {
+            key: self.store[Key(names[key])].clone() if key in names else tensor.detach().clone()
+            for key, tensor in self.whole_state().items()
+        }
 
     @property
     def statistics(self) -> Sequence[Tensor]:
         """Buffers that a forward may change."""
         norms = [m for m in self.model.modules() if isinstance(m, _NormBase)]
-        buffers = {id(b): b for m in norms for b in m._buffers.values() if b is not None}
-        for name in self.graph.tensors:
-            tensor = self.tensor(name)
-            if not isinstance(tensor, nn.Parameter):
-                buffers.setdefault(id(tensor), tensor)
-        return list(buffers.values())
+        of_norms = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
+        return [b for name, b in self.model.named_buffers() if name in self.graph.tensors or id(b) in of_norms]
 
     def units_along(self, axis: int) -> Tensor:
         """(n,) int64 on the device: the unit of each position of an axis; `graph.num_units` where there is none."""
@@ -215,13 +194,13 @@ class Networks:
     @torch.no_grad()
     def flush(self) -> None:
         """Bring the store up to date with the model and the optimizers."""
-        self._network.check()
+        self.network.check()
         if self.are_static:
             self.refresh()
             self.on_device.write_back()
             return
         if self.version:  # before the first change, the model has the dense tensors themselves
-            self._network.write(self.store, self.selection)
+            self.network.write(self.store, self.selection)
         for entry in self._entries():
             self.store.write(entry.place, self.selection, entry.value, entry.start_in(self.store))
 
@@ -277,7 +256,7 @@ class Networks:
         if store is None:
             self.flush()
         else:
-            self._network.check()
+            self.network.check()
         present = self.version and same_layers and torch.equal(masks.cpu(), self.masks.cpu())
         if store is None and self._planner is None and present:
             return Change()  # nothing changes, so captured and compiled steps remain valid
@@ -286,7 +265,7 @@ class Networks:
         selection, now = placed.selection, self._padded
         # Captured steps know tensors by address: as long as the shapes are the same, new values are copied into them.
         in_place = self._static and now is not None and placed.placement is now.placement and store is None
-        self._network.fill(change, store or self.store, selection, self.device, in_place)
+        self.network.fill(change, store or self.store, selection, self.device, in_place)
         for entry in self._entries() if store is None else ():
             if entry.name not in graph.tensors:
                 continue
@@ -294,15 +273,14 @@ class Networks:
             change.copy(entry.value, value) if in_place else change.put(entry.state, entry.key, value)
         if self._device is not None and not self.version:
             self._move_fixed(change, self._device)
-        if followers is not None:
-            change.set(self, "followers", [(n, own) for (n, _), own in zip(self.followers, followers, strict=True)])
-        for number, (network, own) in enumerate(self.followers):
-            if followers is not None:
-                own = followers[number]
-            else:  # averages have been updated since the last change; save those first
+        stores = [own for _, own in self.followers] if followers is None else followers
+        followed = [(network, own) for (network, _), own in zip(self.followers, stores, strict=True)]
+        for network, own in followed:
+            if followers is None:  # averages have been updated since the last change; save those first
                 network.write(own, self.selection)
             network.fill(change, own, selection, self.device, in_place=False)
             network.point_ports(change, selection)
+        change.set(self, "followers", followed)
         if not same_layers:
             self._change_layers(change, graph)
         change.call(self._clear_gradients)
@@ -315,7 +293,7 @@ class Networks:
         if len(placed.masks) == 1:  # there is no reference: free its memory
             change.call(self.references.release)
         if placed.placement is None:
-            self._network.point_ports(change, selection)
+            self.network.point_ports(change, selection)
             change.set(self, "masks", placed.masks)
         else:
             self._pad(change, placed, store or self.store, in_place)
@@ -343,20 +321,24 @@ class Networks:
         if not bool(positions.fits):
             raise AssertionError("a network of this capacity does not have its shapes; please report this")
         real = {
-            name: real_entries(placed.selection, name, self.store[Key(name)], self.device) for name in self.parameters
+            name: real_entries(placed.selection, name, self.store[Key(name)], self.device)
+            for name in self.network.parameters
         }
         if in_place:
-            self.on_device.become(change, placed.masks, positions)
+            now = self.on_device.positions
+            change.copy(self.masks, placed.masks)
+            change.copy(now.row, positions.row)
+            change.copy(now.ports, positions.ports)
             for name, mine in self.padding.real.items():
                 change.copy(mine, real[name])
             return
         padded = PaddedNetworks(
-            self._network, store, self._buffers, placed.capacity, placed.placement, placed.masks, positions
+            self.network, store, self.references, placed.capacity, placed.placement, placed.masks, positions
         )
         change.set(self, "_padded", padded)
         change.set(self, "masks", padded.masks)
         change.set(self.padding, "real", real)
-        padded.set_ports(change, self._network, positions.ports[0])
+        padded.set_ports(change, self.network, positions.ports[0])
         change.call(self.padding.register)
 
     def _move_fixed(self, change: Change, device: torch.device) -> None:
@@ -371,13 +353,8 @@ class Networks:
                         change.put(state, key, value.to(device))
 
     def _clear_gradients(self) -> None:
-        self._network.clear_gradients()
+        self.network.clear_gradients()
         torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
-
-    def open_ports(self) -> None:
-        """Give layers on streams their ports, before the first change."""
-        for layer in self._network.ports.values():
-            open_port(layer)
 
     @torch.no_grad()
     def follower_stores(self) -> Iterator[Store]:
@@ -402,12 +379,12 @@ class Networks:
     def dense_copy(self) -> nn.Module:
         """An independent network with all channels and layers, and the present weights."""
         self.flush()
-        whole, removed = self.dense_graph, list(self._network.removed_modules(self.graph))
+        whole, removed = self.dense_graph, list(self.network.removed_modules(self.graph))
         model = copy.deepcopy(self.model) if removed else self.model
         for name, module in removed:
             returned, training = copy.deepcopy(module), model.get_submodule(name).training
             set_mode(returned, training)
-            replace_module(model, name, returned)
+            model.set_submodule(name, returned)
         everything = whole.select(torch.ones(whole.num_units, dtype=torch.bool))
         found = narrow_copy(model, self.store.tensors, everything, device=self._device)
         for name, _ in removed:
@@ -418,18 +395,14 @@ class Networks:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self, plain: bool = False) -> Change:
-        """Everything that makes the model a plain module: no padding, and no port that is not needed.
-
-        Args:
-            plain: no port at all, as for `compact`.
-        """
+        """Everything that makes the model a plain module: no padding, no unneeded port, and with `plain` no port."""
         self.flush()
         change, selection = Change(), self.exact_selection
         for entry in self._entries():
             change.put(entry.state, entry.key, self.store.read(entry.place, selection, self.device, plain))
         for network, own in self.followers:
             network.write(own, self.selection)
-        for network, own in ((self._network, self.store), *self.followers):
+        for network, own in ((self.network, self.store), *self.followers):
             network.finish(change, own, selection, self.device, plain)
         change.call(self.padding.remove)
         change.call(self._clear_gradients)
@@ -438,8 +411,7 @@ class Networks:
         change.set(self, "_selection", selection)
         change.set(self.padding, "real", {})
         change.set(self, "version", self.version + 1)
-        change.call(self.references.release)
-        change.call(self._buffers.clear)
+        change.call(self.references.end)
         return change
 
     # --- static networks ---------------------------------------------------------------------------------------------

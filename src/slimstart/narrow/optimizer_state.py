@@ -72,8 +72,6 @@ class Entry:
     """A state tensor that has channels.
 
     Attributes:
-        name: name of the parameter.
-        key: key of the state tensor.
         state: the optimizer's dict that has it.
         value: the narrow tensor.
         optimizer, group, parameter: to which it belongs.
@@ -142,9 +140,14 @@ def entries(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> Iterat
                         yield Entry(name, key, state, value, optimizer, group, parameter)
 
 
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """All parameters in the groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
 def held_by(optimizers: Iterable[Optimizer]) -> set[int]:
     """The ids of all parameters in the groups."""
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return set(map(id, parameters_of(*optimizers)))
 
 
 def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch.Size) -> bool:
@@ -165,11 +168,7 @@ def _follows(optimizer: Optimizer, name: str, key: str, value: Any, shape: torch
 def check_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> None:
     """Refuse optimizers whose state cannot follow the channels, before they have any: found by a step of a copy.
 
-    Args:
-        names: {id of a parameter that can shrink: its name}.
-
-    Raises:
-        OptimizerStateError: a state entry is neither shaped like its parameter nor a scalar.
+    `names` as for `entries`.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

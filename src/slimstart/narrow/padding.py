@@ -24,13 +24,12 @@ from torch.utils.hooks import RemovableHandle
 
 from slimstart.graph import Selection
 from slimstart.kernels import Move, Moves
-from slimstart.narrow.capacity import Capacity
+from slimstart.narrow.capacity import Capacity, Placement, Positions
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import in_order_of
 from slimstart.narrow.modules import Network
 from slimstart.narrow.optimizer_state import Entry
-from slimstart.narrow.placement import Placement, Positions
-from slimstart.narrow.references import FixedBuffers, ReferenceNetwork
+from slimstart.narrow.references import ReferenceNetwork, References
 from slimstart.narrow.store import Key, Store
 from slimstart.narrow.stream_ports import Side, set_port
 
@@ -38,17 +37,8 @@ from slimstart.narrow.stream_ports import Side, set_port
 class PaddedNetworks:
     """The trained network and the references of a draw, in one capacity.
 
-    Args:
-        network: the model.
-        store: the dense tensors.
-        buffers: buffers of the model that cannot shrink.
-        capacity: capacity of all networks.
-        placement: placement in this capacity.
-        masks: (n, U), of the present draw, after the at-least-one rule.
-        positions: positions of these masks.
-
     Attributes:
-        capacity, placement, masks, positions: as above; `accept` changes masks and positions in place.
+        masks, positions: of the present draw, after the at-least-one rule; `accept` changes them in place.
         proposed_masks, proposed: those that `propose` was last called with; at first the present ones.
     """
 
@@ -56,25 +46,19 @@ class PaddedNetworks:
         self,
         network: Network,
         store: Store,
-        buffers: FixedBuffers,
+        references: References,
         capacity: Capacity,
         placement: Placement,
         masks: Tensor,
         positions: Positions,
     ) -> None:
-        self._network, self._graph, self._store, self._buffers = network, network.graph, store, buffers
+        self._network, self._graph, self._store, self._references = network, network.graph, store, references
         self.capacity, self.placement = capacity, placement
         self.masks, self.positions = masks, positions
         self.proposed_masks, self.proposed = masks.clone(), positions.clone()
         self._reference: ReferenceNetwork | None = None
         self._reference_ports = positions.ports[0].clone()
         self._known: object = None  # addresses and types of the tensors for which the tables below were made
-
-    def become(self, change: Change, masks: Tensor, positions: Positions) -> None:
-        """Add to a change: other masks of the same capacity, in the same tensors."""
-        change.copy(self.masks, masks)
-        change.copy(self.positions.row, positions.row)
-        change.copy(self.positions.ports, positions.ports)
 
     def set_ports(self, change: Change, network: Network, buffer: Tensor) -> None:
         """Add to a change: ports of a network at static positions, which `buffer` holds."""
@@ -120,8 +104,8 @@ class PaddedNetworks:
         """Fill the reference network with the values of mask `number` (1, 2, ...)."""
         self._fill_reference.gather_(self.positions.row[number])
         self._reference_ports.copy_(self.positions.ports[number])
-        if changing := self._buffers.changing:
-            snapshot = self._buffers.snapshot
+        if changing := self._references.changing:
+            snapshot = self._references.snapshot
             torch._foreach_copy_([self.reference.buffer(one) for one in changing], [snapshot[one] for one in changing])
 
     @property
@@ -137,7 +121,6 @@ class PaddedNetworks:
         model.
 
         Args:
-            entries: the optimizers' state.
             real: as of `PaddingGradients`.
 
         Returns:
@@ -171,7 +154,7 @@ class PaddedNetworks:
         self._known = None
 
     def _new_reference(self) -> ReferenceNetwork:
-        reference = ReferenceNetwork(self._network.module, self._graph, self._buffers.places)
+        reference = ReferenceNetwork(self._network.module, self._graph, self._references.buffers)
         change, mask = Change(), self.masks[1]
         selection = self._graph.select(mask, self.placement.frame(mask))
         reference.fill(change, self._store, selection, mask.device, in_place=False)

@@ -15,32 +15,42 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.devices import set_modes
-from slimstart.graph import ChannelGraph, Selection
+from slimstart.graph import ChannelGraph
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import tensor_names
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.modules import Network
-from slimstart.narrow.store import Key, Store
+from slimstart.narrow.store import Key
 
 if TYPE_CHECKING:
     from slimstart.narrow.networks import Networks
 
 
 class References:
-    """The references of the present draw.
+    """The references of the present draw, and a snapshot of the model's buffers from the beginning of a step.
+
+    References start from the snapshot: the forward of the model may change the buffers before a reference runs, or
+    while it runs.
 
     Args:
-        networks: networks of the training.
-        buffers: buffers of its model.
+        networks: networks of the training; the model is still dense.
+
+    Attributes:
+        buffers: owners and names of the model's buffers that cannot shrink.
     """
 
-    def __init__(self, networks: Networks, buffers: FixedBuffers) -> None:
-        self._networks, self._buffers = networks, buffers
+    def __init__(self, networks: Networks) -> None:
+        self._networks = networks
         self._network: ReferenceNetwork | None = None  # except of static networks, which keep one of their own
-
-    def take_snapshot(self) -> None:
-        """Copy the buffers that cannot shrink, at the beginning of a step."""
-        self._networks.version += self._buffers.take_snapshot()
+        shrinking = {id(networks.network.tensor(name)) for name in networks.graph.tensors}
+        self.buffers = [
+            (owner, key)
+            for owner in networks.model.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None and id(buffer) not in shrinking
+        ]
+        self._copies: dict[int, tuple[Tensor, int]] = {}  # values, and the versions of the buffers they are copies of
+        self._changing: set[int] = set()
 
     def of_draw(self, snapshot: bool = True) -> Iterator[nn.Module]:
         """The networks of all masks of the draw but the first, one after the other.
@@ -51,7 +61,7 @@ class References:
         networks = self._networks
         if snapshot:
             self.take_snapshot()
-        if any(networks.store[Key(name)].dtype != networks.tensor(name).dtype for name in networks.graph.tensors):
+        if any(networks.store[Key(n)].dtype != networks.network.tensor(n).dtype for n in networks.graph.tensors):
             networks.flush()  # the user has called `model.to(...)` since the draw
         if networks.are_static:
             for fill, module in self.static:
@@ -59,7 +69,7 @@ class References:
                 torch.clear_autocast_cache()
                 yield module
         else:
-            yield from self._of_masks(networks.masks[1:], snapshot=True)
+            yield from self._of_masks(networks.masks[1:], self.snapshot)
 
     @property
     def static(self) -> Sequence[tuple[Callable[[], None], nn.Module]]:
@@ -68,45 +78,89 @@ class References:
         if len(networks.masks) == 1:
             return []
         networks.refresh()
-        if not self._buffers.has_snapshot:  # a training was loaded in the middle of a window
+        if len(self._copies) < len(self.buffers):  # a training was loaded in the middle of a window
             self.take_snapshot()
         padded = networks.on_device
-        padded.reference.synchronise(self._buffers.snapshot)
+        padded.reference.synchronise(self.snapshot)
         numbers = range(1, len(networks.masks))
         return [(partial(padded.load_reference, number), padded.reference.module) for number in numbers]
 
     def of_masks(self, masks: Tensor) -> Iterator[nn.Module]:
         """Networks of other masks (n, U), one after the other, with the present weights and buffers."""
         self._networks.flush()
-        yield from self._of_masks(masks, snapshot=False)
+        yield from self._of_masks(masks, [getattr(owner, key) for owner, key in self.buffers])
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _of_masks(self, masks: Tensor, snapshot: bool) -> Iterator[nn.Module]:
+    def _of_masks(self, masks: Tensor, values: Sequence[Tensor]) -> Iterator[nn.Module]:
         networks = self._networks
-        reference = self._network or ReferenceNetwork(networks.model, networks.graph, self._buffers.places)
+        reference = self._network or ReferenceNetwork(networks.model, networks.graph, self.buffers)
         if not networks.are_static:
             self._network = reference
         for mask in masks:
-            values = self._buffers.snapshot if snapshot else self._buffers.values
-            reference.become(networks.store, networks.select_like_present(mask), networks.device, values)
+            change, selection = Change(), networks.select_like_present(mask)
+            reference.fill(change, networks.store, selection, networks.device, in_place=False)
+            reference.point_ports(change, selection)
+            change.apply()
+            torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
+            reference.synchronise(values)
             yield reference.module
+
+    @property
+    def snapshot(self) -> list[Tensor]:
+        """The values of the buffers at the last `take_snapshot`."""
+        return [self._copies[number][0] for number in range(len(self.buffers))]
+
+    @property
+    def changing(self) -> list[int]:
+        """The numbers of the buffers that have been seen to change."""
+        return sorted(self._changing)
+
+    @torch.no_grad()
+    def take_snapshot(self) -> None:
+        """Copy the present values of the buffers.
+
+        Buffers that never change are copied once. Captured steps rely on that: they copy only those in `changing`, and
+        are captured again if a further one changes.
+        """
+        stale = False
+        copies: list[Tensor] = []
+        values: list[Tensor] = []
+        for number, (owner, key) in enumerate(self.buffers):
+            buffer: Tensor = getattr(owner, key)
+            copied, version = self._copies.get(number, (None, -1))
+            if copied is None or not _same_kind(copied, buffer):
+                self._copies[number] = buffer.detach().clone(), buffer._version
+                stale |= number in self._changing
+                continue
+            if version != buffer._version:
+                stale |= number not in self._changing
+                self._changing.add(number)
+                self._copies[number] = copied, buffer._version
+            if number in self._changing:  # whatever the version: the replay of a graph does not increase it
+                copies.append(copied)
+                values.append(buffer)
+        if copies:
+            torch._foreach_copy_(copies, values)
+        self._networks.version += stale
 
     def release(self) -> None:
         """Free the memory of the reference network."""
         self._network = None
 
+    def end(self) -> None:
+        """Free the memory of the snapshot too."""
+        self.release()
+        self._copies.clear()
+
 
 class ReferenceNetwork(Network):
     """A copy of the model that becomes the network of one reference mask after the other.
 
-    Args:
-        model: narrow or dense.
-        graph: channel graph of the model.
-        fixed_buffers: owners and names of the model's buffers that cannot shrink.
+    `buffers` as of `References`.
     """
 
-    def __init__(self, model: nn.Module, graph: ChannelGraph, fixed_buffers: Sequence[tuple[nn.Module, str]]) -> None:
+    def __init__(self, model: nn.Module, graph: ChannelGraph, buffers: Sequence[tuple[nn.Module, str]]) -> None:
         memo: dict[int, object] = {}
         for name, tensor in tensor_names(model).items():
             if name in graph.tensors:
@@ -121,7 +175,7 @@ class ReferenceNetwork(Network):
         # For each buffer, the value that it was last set to, and the versions of both at that time.
         self._seen: dict[int, tuple[int, int, int]] = {}
         copies = dict(self._pairs)
-        self._buffers = [(copies[owner], key) for owner, key in fixed_buffers]
+        self._buffers = [(copies[owner], key) for owner, key in buffers]
 
     @torch.no_grad()
     def synchronise(self, values: Sequence[Tensor]) -> None:
@@ -142,86 +196,6 @@ class ReferenceNetwork(Network):
         owner, key = self._buffers[number]
         buffer: Tensor = getattr(owner, key)
         return buffer
-
-    def become(self, store: Store, selection: Selection, device: torch.device, values: Sequence[Tensor]) -> None:
-        """Become the network of a selection; `values` as for `synchronise`."""
-        change = Change()
-        self.fill(change, store, selection, device, in_place=False)
-        self.point_ports(change, selection)
-        change.apply()
-        torch.clear_autocast_cache()  # it knows tensors by identity, and they have new values
-        self.synchronise(values)
-
-
-class FixedBuffers:
-    """A model's buffers that cannot shrink, and a snapshot of them from the beginning of a step.
-
-    References start from the snapshot: the forward of the model may change the buffers before a reference runs, or
-    while it runs.
-
-    Attributes:
-        places: owners and names of the buffers.
-    """
-
-    def __init__(self, network: Network) -> None:
-        shrinking = {id(network.tensor(name)) for name in network.graph.tensors}
-        self.places = [
-            (owner, key)
-            for owner in network.module.modules()
-            for key, buffer in owner._buffers.items()
-            if buffer is not None and id(buffer) not in shrinking
-        ]
-        self._copies: dict[int, tuple[Tensor, int]] = {}  # values, and the versions of the buffers they are copies of
-        self._changing: set[int] = set()
-
-    @property
-    def values(self) -> list[Tensor]:
-        """The buffers themselves."""
-        return [getattr(owner, key) for owner, key in self.places]
-
-    @property
-    def has_snapshot(self) -> bool:
-        return len(self._copies) == len(self.places)
-
-    @property
-    def snapshot(self) -> list[Tensor]:
-        """The values of the buffers at the last `take_snapshot`."""
-        return [self._copies[number][0] for number in range(len(self.places))]
-
-    @property
-    def changing(self) -> list[int]:
-        """The numbers of the buffers that have been seen to change."""
-        return sorted(self._changing)
-
-    @torch.no_grad()
-    def take_snapshot(self) -> bool:
-        """Copy the present values; returns whether CUDA graphs that read the snapshot must be captured again.
-
-        Buffers that never change are copied once. Graphs rely on that: they copy only those in `changing`.
-        """
-        stale = False
-        copies: list[Tensor] = []
-        values: list[Tensor] = []
-        for number, buffer in enumerate(self.values):
-            copied, version = self._copies.get(number, (None, -1))
-            if copied is None or not _same_kind(copied, buffer):
-                self._copies[number] = buffer.detach().clone(), buffer._version
-                stale |= number in self._changing
-                continue
-            if version != buffer._version:
-                stale |= number not in self._changing
-                self._changing.add(number)
-                self._copies[number] = copied, buffer._version
-            if number in self._changing:  # whatever the version: the replay of a graph does not increase it
-                copies.append(copied)
-                values.append(buffer)
-        if copies:
-            torch._foreach_copy_(copies, values)
-        return stale
-
-    def clear(self) -> None:
-        """Free the memory of the snapshot."""
-        self._copies.clear()
 
 
 def _same_kind(one: Tensor, other: Tensor) -> bool:

@@ -33,11 +33,7 @@ class PassThrough(nn.Identity):
 
 
 def replacement(module: nn.Module, num_results: int | None) -> nn.Module:
-    """The module that takes the place of one that is gone, in the same mode.
-
-    Args:
-        num_results: as in `RemovableLayer`.
-    """
+    """The module that takes the place of one that is gone, in the same mode; `num_results` as in `RemovableLayer`."""
     identity = nn.Identity() if num_results is None else PassThrough(num_results)
     # Forwards of whole models read settings of their blocks (`block.attention_type`, `layer.self_attn.batch_first`).
     settings: dict[str, Any] = {}
@@ -64,9 +60,3 @@ def modules_of(layers: Iterable[RemovableLayer]) -> Iterator[tuple[str, int | No
     """(name, num_results) of every module that becomes the identity."""
     for layer in layers:
         yield from zip(layer.modules, layer.num_results, strict=True)
-
-
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of another one."""
-    parent, _, attribute = name.rpartition(".")
-    model.get_submodule(parent)._modules[attribute] = module

@@ -16,8 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from slimstart.errors import CheckpointError
 from slimstart.graph import ChannelGraph, trace
 from slimstart.narrow.change import Change
-from slimstart.narrow.compact import tensor_names, tensor_places
-from slimstart.narrow.counts import read_count, write_count
+from slimstart.narrow.compact import read_count, tensor_names, tensor_places, write_count
 from slimstart.narrow.hooks import hooks_in
 from slimstart.narrow.removed_layers import MAX_RESULTS, modules_of, replacement
 from slimstart.narrow.store import is_dense
@@ -60,7 +59,8 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
     problems = []
     persistent = model.state_dict(keep_vars=True).keys()
     identities = metadata.get("identities", {}) | _removed(graph, persistent, state_dict)
-    if odd := sorted({key for key in persistent if not _is_in(key, identities)} ^ set(state_dict)):
+    gone = tuple(f"{module}." for module in identities)
+    if odd := sorted({key for key in persistent if not key.startswith(gone)} ^ set(state_dict)):
         hint = "" if set(odd) - persistent or graph else "; if whole layers were removed, give `example_inputs`"
         problems.append(f"the model and the state dict differ in {', '.join(odd[:3])}{hint}")
     for name, tensor in tensors.items():
@@ -144,10 +144,6 @@ def _removed(
     own = {layer: [key for key in persistent if layer.has(key)] for layer in layers}
     gone = [layer for layer, keys in own.items() if keys and not any(key in state_dict for key in keys)]
     return dict(modules_of(gone))
-
-
-def _is_in(key: str, modules: Collection[str]) -> bool:
-    return any(key.startswith(f"{module}.") for module in modules)
 
 
 def _traced(graph: ChannelGraph, wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], int]:

@@ -33,33 +33,15 @@ class ModelState:
     """Hooks on a model that is narrow.
 
     Args:
-        networks: networks of the model.
         change: called with a mask and names of layers before tensors of that structure are loaded; makes the model the
             mask's network without these layers.
-
-    Attributes:
-        names: {any name of a tensor that can shrink: its first name}.
     """
 
     def __init__(self, networks: Networks, change: Callable[[Tensor, Sequence[str]], None]) -> None:
         self._networks, self._change = networks, change
-        self.names = {key: name for name, keys in networks.keys.items() for key in keys}
         networks.model.register_state_dict_post_hook(Hook(self._saved))
         networks.model.register_load_state_dict_pre_hook(Hook(self._loading))
         networks.model.register_load_state_dict_post_hook(Hook(self._loaded))
-
-    def dense(self) -> dict[str, Tensor]:
-        """The state dict that the model would have with all its channels and layers; a copy."""
-        networks = self._networks
-        networks.flush()
-        return {
-            key: networks.store[Key(self.names[key])].clone() if key in self.names else tensor.detach().clone()
-            for key, tensor in networks.whole_state().items()
-        }
-
-    def canonical(self, dense: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a dense state dict that can shrink, once each under their first name."""
-        return {self.names[key]: tensor for key, tensor in dense.items() if key in self.names}
 
     def _saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         selection = self._networks.exact_selection
@@ -72,7 +54,7 @@ class ModelState:
             self._networks.flush()
             for name in ports_in(selection.graph):
                 state_dict._metadata[prefix + name][PORT] = positions(*port_sides(name, selection)[:2])  # type: ignore[attr-defined]
-            for key, name in self.names.items():
+            for key, name in self._networks.network.names.items():
                 if prefix + key in state_dict:
                     exact = self._networks.store.read(Key(name), selection, self._networks.device)
                     state_dict[prefix + key] = exact
@@ -106,9 +88,9 @@ class ModelState:
         if changes:
             self._change(selection.mask, [layer.name for layer in selection.graph.removed])
         if networks.selection.padded:
-            for key, name in self.names.items():
+            for key, name in networks.network.names.items():
                 if (value := state_dict.get(prefix + key)) is not None:
-                    networks.store.write(Key(name), selection, value.to(networks.tensor(name).dtype))
+                    networks.store.write(Key(name), selection, value.to(networks.network.tensor(name).dtype))
                     state_dict[prefix + key] = networks.store.read(Key(name), networks.selection, networks.device)
 
     def _loaded(self, *_: Any) -> None:
@@ -125,7 +107,7 @@ class ModelState:
         if complete and (odd := sorted(own.keys() ^ given.keys())):
             problems.append(f"names differ: {', '.join(odd[:3])}")
         for key, tensor in own.items():
-            name = self.names.get(key)
+            name = self._networks.network.names.get(key)
             shape = tensor.shape if name is None else selection.shape(name, self._networks.store[Key(name)].shape)
             value = given.get(key)
             if key in given and (not isinstance(value, Tensor) or value.shape != shape):
@@ -145,8 +127,6 @@ class PartialLoads:
     """Hooks on optimizers, and what has been loaded so far.
 
     Args:
-        networks: networks of the model.
-        optimizers: over its parameters.
         loaded: called with an optimizer after it has loaded a state dict, which may have changed its settings.
 
     Attributes:
@@ -177,11 +157,7 @@ class PartialLoads:
         return "the optimizer" in self.missing
 
     def check(self) -> None:
-        """Refuse to continue training.
-
-        Raises:
-            RuntimeError: something is missing.
-        """
+        """Refuse to continue training."""
         if self.missing:
             raise RuntimeError(
                 f"a state dict of another structure was loaded without that of {' and '.join(sorted(self.missing))}. "

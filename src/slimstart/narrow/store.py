@@ -9,7 +9,7 @@ the host; then narrow tensors are transferred at a change of structure only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ class Key(NamedTuple):
     state: str | None = None
 
 
-class Store:
+class Store(dict[Key, Tensor]):
     """Dense tensors by key.
 
     Args:
@@ -36,35 +36,23 @@ class Store:
 
     def __init__(self, tensors: Mapping[str, Tensor], host: bool = False) -> None:
         # `detach` would share a parameter's version counter, so that a write here would invalidate the model's graph.
-        self._dense = {Key(name): tensor.data for name, tensor in tensors.items()}
+        super().__init__({Key(name): tensor.data for name, tensor in tensors.items()})
         self.host = host
-
-    def __getitem__(self, key: Key) -> Tensor:
-        return self._dense[key]
-
-    def __setitem__(self, key: Key, dense: Tensor) -> None:
-        self._dense[key] = dense
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._dense
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._dense)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Weights and statistics by name."""
-        return {key.name: dense for key, dense in self._dense.items() if key.state is None}
+        return {key.name: dense for key, dense in self.items() if key.state is None}
 
     @property
     def num_bytes(self) -> int:
         """The size of all dense tensors."""
-        return sum(dense.numel() * dense.element_size() for dense in self._dense.values())
+        return sum(dense.nbytes for dense in self.values())
 
     def drop_state(self, name: str) -> None:
         """Forget the optimizer state of a parameter."""
-        for key in [key for key in self._dense if key.name == name and key.state is not None]:
-            del self._dense[key]
+        for key in [key for key in self if key.name == name and key.state is not None]:
+            del self[key]
 
     def copy(self) -> Store:
         """A store of weights and statistics with the same values."""
@@ -72,7 +60,7 @@ class Store:
 
     def read(self, key: Key, selection: Selection, device: torch.device, plain: bool = False) -> Tensor:
         """The narrow tensor of a selection, as a new tensor; `plain` as for `compact`."""
-        return narrow_tensor(selection, key.name, self._dense[key], plain).to(device)
+        return narrow_tensor(selection, key.name, self[key], plain).to(device)
 
     def write(self, key: Key, selection: Selection, narrow: Tensor, start: float | None = 0.0) -> None:
         """Bring the dense tensor up to date with its narrow part.
@@ -87,16 +75,16 @@ class Store:
     def like(self, key: Key, narrow: Tensor, start: float | None = 0.0) -> Tensor:
         """The dense tensor, made or converted to the type, device and memory order of its narrow part if necessary."""
         device = torch.device("cpu") if self.host else narrow.device
-        if key not in self._dense:
-            weights = self._dense[Key(key.name)]
+        if key not in self:
+            weights = self[Key(key.name)]
             made = torch.empty_like(weights, dtype=narrow.dtype, device=device)
-            self._dense[key] = made.copy_(weights) if start is None else made.fill_(start)
-        dense = self._dense[key]
+            self[key] = made.copy_(weights) if start is None else made.fill_(start)
+        dense = self[key]
         if dense.dtype != narrow.dtype or dense.device != device:
             dense = dense.to(device, narrow.dtype)
         if dense.dim() == 4 and dense.is_contiguous() and not narrow.is_contiguous():
             dense = dense.contiguous(memory_format=torch.channels_last)
-        self._dense[key] = dense
+        self[key] = dense
         return dense
 
 

@@ -112,20 +112,12 @@ def _rebuild(layer: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def open_port(layer: nn.Module) -> None:
-    """Give a layer a port that reads and writes everything, in place; a layer that has one is not changed."""
-    if isinstance(layer, StreamPort):
-        return
-    layer.__class__ = ported(type(layer))
-    for name in BUFFERS:
-        layer.register_buffer(name, None, persistent=False)
-    layer.stream_positions = None  # type: ignore[assignment]
-    layer.stream_width = 0  # type: ignore[assignment]
-    layer.stream_dims = (0, 0)  # type: ignore[assignment]
-
-
 def set_port(layer: nn.Module, read: Side | None, write: Side | None, width: int, dims: Dims) -> None:
-    """Set which channels of the streams around it a layer reads and writes; None for all."""
+    """Set which channels of the streams around it a layer reads and writes, in place; None for all."""
+    if not isinstance(layer, StreamPort):
+        for name in BUFFERS:
+            layer.register_buffer(name, None, persistent=False)
+        layer.__class__ = ported(type(layer))  # last: whatever is interrupted here is called again
     device = next((t.device for t in layer.parameters(recurse=False)), torch.device("cpu"))
     for name, side in (("stream_read", read), ("stream_write", write)):
         index, back = (side.index, side.back) if side is not None else (None, None)

@@ -40,7 +40,6 @@ class Report:
         max_error: the largest difference, relative to the largest value of its tensor (at least 1).
         worst: the tensor with this difference.
         num_comparisons: the number of tensors that were compared.
-        graph: the graph that was verified.
     """
 
     max_error: float

@@ -13,8 +13,8 @@ engine.
 """
 
 from slimstart.steps.eager import Backward, LossFunction
-from slimstart.steps.engine import ENGINES, choose
+from slimstart.steps.engine import ENGINES, reason_for_eager
 from slimstart.steps.graphs import Steps
 from slimstart.steps.plain import PlainTraining
 
-__all__ = ["ENGINES", "Backward", "LossFunction", "PlainTraining", "Steps", "choose"]
+__all__ = ["ENGINES", "Backward", "LossFunction", "PlainTraining", "Steps", "reason_for_eager"]

@@ -6,10 +6,11 @@ Captured steps are made of the same parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from slimstart.devices import cuda_devices
-from slimstart.distributed.process_group import Averages, ProcessGroup, reporting
+from slimstart.distributed.process_group import ProcessGroup, reporting
 from slimstart.errors import NonFiniteLossError
+from slimstart.narrow.optimizer_state import parameters_of
+from slimstart.steps.depthwise_mode import AllWidths
 from slimstart.steps.optimizers import complete_momentum
+
+if TYPE_CHECKING:
+    from slimstart.steps.graphs import Steps
 
 LossFunction = Callable[..., Any]
 """Called as `loss_fn(net, *batch)`; returns the loss, or (loss, anything)."""
@@ -30,58 +36,88 @@ NOTHING = object()
 """Marks a loss function that returns only the loss."""
 
 
-def run_step(
-    loss_fn: LossFunction,
-    network: nn.Module,
-    batch: Sequence[Any],
-    backward: Backward,
-    process_group: ProcessGroup,
-    num_examples: float,
-    *,
-    references: Iterable[nn.Module] = (),
-    statistics: Sequence[Tensor] = (),
-    check: Callable[[Sequence[Tensor]], None] | None = None,
-    check_norm: Callable[[Tensor], None] | None = None,
-    kernels: AbstractContextManager[object] = nullcontext(),  # noqa: B008  # it has no state
-) -> tuple[Any, Averages]:
-    """Train a network on one batch.
+class Stepping:
+    """Base of a training whose steps may be captured."""
 
-    Args:
-        loss_fn: loss function of a network and the batch.
-        network: network that is trained.
-        batch: arguments of the loss function after the network.
-        backward: backward and update.
-        process_group: processes that train together.
-        num_examples: number of examples in this process's batch.
-        references: networks that see the same batch, one after the other, without gradients.
-        statistics: buffers that are restored if `check` refuses the losses.
-        check: raises a `NonFiniteLossError` for losses that must not be trained on.
-        check_norm: the same for the norm of the gradients, where they are clipped.
-        kernels: context of the forwards.
+    num_steps: int
+    num_examples: float  # in the last step, over all processes
+    _backward: Backward
+    _steps: Steps | None
+    _eager: str | None  # reason for which there are no captured steps
+    _unchanged: str  # subject and verb of what a loss that is not finite leaves unchanged, for the message
 
-    Returns:
-        The result of the loss function, detached, and the losses of all networks, averaged over processes.
-    """
-    with undoing_statistics(statistics):
-        with reporting():
-            with kernels:
-                loss, more = loss_of(loss_fn(network, *batch))
-                reference_losses = [forward_only(loss_fn, net, batch) for net in references]
-            found = process_group.average_step(network, [loss, *reference_losses], num_examples)
-            if check is not None:  # before the backward, so that a loss that is not finite changes no weight
-                check(found.losses)
-        with reporting():
-            # Data parallel training averages gradients over processes; a process with more examples counts more.
-            backward(loss if found.weight == 1 else found.weight * loss, check_norm)
-    return as_returned(found.losses[0].detach(), more), found
+    @property
+    def reason(self) -> str | None:
+        """The reason for eager steps, or, with captured steps, for the last eager one; None if it was captured."""
+        return self._eager if self._steps is None else self._steps.reason
+
+    @property
+    def engine(self) -> str:
+        """The engine of the last step: "graphs", or "eager", also where a step could not be captured."""
+        return "graphs" if self.reason is None else "eager"
+
+    @property
+    def _kernels(self) -> AbstractContextManager[object]:
+        """Context for eager forwards with the kernels of captured steps, so that no further ones are compiled."""
+        return nullcontext() if self._steps is None else AllWidths()
+
+    def _check(self, wait: bool = False) -> None:
+        """Raise if a captured step has met a loss that is not finite; with `wait`, the last step is included."""
+        if self._steps is not None:
+            if wait:
+                torch.cuda.synchronize()
+            if self._steps.failed:
+                self.num_steps -= self._steps.reset()
+                check_finite(self.num_steps, math.nan, unchanged=self._unchanged)
+
+    def _run_eagerly(
+        self,
+        loss_fn: LossFunction,
+        network: nn.Module,
+        batch: Sequence[Any],
+        process_group: ProcessGroup,
+        references: Iterable[nn.Module] = (),
+        statistics: Sequence[Tensor] | None = None,
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Train a network on a batch, of which `num_examples` are this process's.
+
+        Args:
+            references: networks that see the same batch, one after the other, without gradients.
+            statistics: buffers that are restored if a loss, or the norm of the gradients where they are clipped, is not
+                finite; None for no check.
+
+        Returns:
+            The result of the loss function, detached, and the losses of all networks, averaged over processes.
+        """
+        check: Callable[..., None] | None = None
+        if statistics is not None:
+            weights = network.parameters()
+            check = partial(check_finite, self.num_steps, unchanged=self._unchanged, weights=weights)
+        before = [buffer.clone() for buffer in statistics or ()]
+        try:
+            with reporting():
+                with self._kernels:
+                    loss, more = loss_of(loss_fn(network, *batch))
+                    reference_losses = [forward_only(loss_fn, net, batch) for net in references]
+                found = process_group.average_step(network, [loss, *reference_losses], self.num_examples)
+                if check is not None:  # before the backward, so that a loss that is not finite changes no weight
+                    check(*found.losses)
+            with reporting():
+                # Data parallel training averages gradients over processes; a process with more examples counts more.
+                self._backward(
+                    loss if found.weight == 1 else found.weight * loss,
+                    None if check is None else partial(check, names=("norm of the gradients",)),
+                )
+        except NonFiniteLossError:
+            for buffer, value in zip(statistics or (), before, strict=True):
+                buffer.copy_(value)
+            raise
+        self.num_examples = found.num_examples
+        return as_returned(found.losses[0].detach(), more), found.losses
 
 
 def loss_of(result: Any) -> tuple[Tensor, Any]:
-    """The loss, and the other result of a loss function, or `NOTHING`; a tensor with one element is a scalar.
-
-    Raises:
-        TypeError: the loss is no tensor with one element.
-    """
+    """The loss, and the other result of a loss function, or `NOTHING`; a tensor with one element is a scalar."""
     loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, NOTHING)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         described = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -112,7 +148,6 @@ def check_finite(
     """Refuse a loss (the first) or a reference loss (the others) that is NaN or infinite.
 
     Args:
-        step: number of the step, for the message.
         unchanged: subject and verb of what has not been updated, for the message.
         weights: weights of the network; the message says if they are not finite.
         names: names of the first number and of the others.
@@ -134,24 +169,11 @@ def check_finite(
             )
 
 
-@contextmanager
-def undoing_statistics(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Restore normalisation statistics if a loss in the block is not finite."""
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    except NonFiniteLossError:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
-        raise
-
-
 @dataclass(frozen=True)
 class Backward:
     """From a loss to new weights: backward, clipping and the optimizers' steps.
 
     Attributes:
-        optimizers: optimizers of the network that is trained.
         max_grad_norm: maximum norm of all gradients together; None for no clipping.
         scaler: gradient scaler for float16, which skips a step with infinite gradients.
         also: further update from the same gradients, called after the optimizers' steps with a bool scalar on the
@@ -191,10 +213,7 @@ class Backward:
             if self.scaler is not None:
                 for optimizer in self.optimizers:
                     self.scaler.unscale_(optimizer)
-            parameters = [
-                p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-            ]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(parameters_of(*self.optimizers), self.max_grad_norm)
             if check_norm is not None and self.scaler is None:
                 check_norm(norm)
         for optimizer in self.optimizers:

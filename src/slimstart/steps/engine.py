@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -15,10 +13,9 @@ from slimstart.distributed.process_group import process_group
 from slimstart.graph import ChannelGraph
 from slimstart.kernels import use_triton
 from slimstart.narrow import Networks, Planner
-from slimstart.policies import DeviceLearner, Learner, Padding
-from slimstart.steps.depthwise_mode import AllWidths
+from slimstart.policies import DeviceLearner, Learner
 from slimstart.steps.drawing import DeviceDrawing, Drawing
-from slimstart.steps.eager import Backward, check_finite
+from slimstart.steps.eager import Backward
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import fuse
 from slimstart.steps.structure import Structure
@@ -29,49 +26,8 @@ ENGINES = ("auto", "eager", "graphs")
 ALIGN = 8  # alignment of capacity in captured steps, where a policy sets none
 
 
-class Stepping:
-    """Base of a training whose steps may be captured.
-
-    Attributes:
-        num_steps: number of steps taken.
-    """
-
-    num_steps: int
-    _steps: Steps | None
-    _eager: str | None  # reason for which there are no captured steps
-    _unchanged: str  # subject and verb of what a loss that is not finite leaves unchanged, for the message
-
-    @property
-    def reason(self) -> str | None:
-        """The reason for eager steps, or, with captured steps, for the last eager one; None if it was captured."""
-        return self._eager if self._steps is None else self._steps.reason
-
-    @property
-    def engine(self) -> str:
-        """The engine of the last step: "graphs", or "eager", also where a step could not be captured."""
-        return "graphs" if self.reason is None else "eager"
-
-    @property
-    def _kernels(self) -> AbstractContextManager[object]:
-        """Context for eager forwards with the kernels of captured steps, so that no further ones are compiled."""
-        return nullcontext() if self._steps is None else AllWidths()
-
-    def _check(self, wait: bool = False) -> None:
-        """Raise if a captured step has met a loss that is not finite.
-
-        Args:
-            wait: whether to wait for the device, so that the last step is included.
-        """
-        if self._steps is not None:
-            if wait:
-                torch.cuda.synchronize()
-            if self._steps.failed:
-                self.num_steps -= self._steps.reset()
-                check_finite(self.num_steps, math.nan, unchanged=self._unchanged)
-
-
-def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str, str | None]:
-    """("eager" or "graphs", reason for "eager"), as close to the user's wish as the hardware permits.
+def reason_for_eager(engine: str, optimizer: Optimizer, device: torch.device) -> str | None:
+    """The reason for eager steps; None for captured ones, which are chosen if the hardware permits it.
 
     Raises:
         ValueError: there is no such engine, or "graphs" was asked for and is not possible.
@@ -79,7 +35,7 @@ def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str
     if engine not in ENGINES:
         raise ValueError(f"`engine` is {engine!r}; it must be one of {', '.join(map(repr, ENGINES))}")
     if engine == "eager":
-        return "eager", "it was asked for"
+        return "it was asked for"
     reason = None
     if device.type != "cuda":
         reason = f"the model is on {device.type}, and CUDA graphs need a GPU"
@@ -89,11 +45,9 @@ def choose(engine: str, optimizer: Optimizer, device: torch.device) -> tuple[str
         reason = "Triton, which compiles the kernels, does not work here"
     elif not fuse(optimizer, device):
         reason = f"{type(optimizer).__name__} has no fused step for a CUDA graph (SGD, Adam and AdamW have one)"
-    if reason is None:
-        return "graphs", None
-    if engine == "graphs":
+    if engine == "graphs" and reason is not None:
         raise ValueError(f"`engine` is 'graphs', but {reason}")
-    return "eager", reason
+    return reason
 
 
 def assemble(
@@ -110,28 +64,34 @@ def assemble(
 
     Args:
         model, optimizers, graph, engine: as in `SparseTraining`.
-        learner: running state of the policy.
         gradients: unit gradients, for a policy that learns from gradients.
-        backward: backward and update.
         device: device of the narrow networks, where dense weights are stored on the host.
 
     Returns:
         The structure, the captured steps or None, and the reason for None.
-
-    Raises:
-        ValueError: this engine is not possible.
     """
     place, from_losses = device or device_of(model), gradients is None
     padding = None if graph.over_channels else learner.padding  # padding would count in norms over channels
-    on_host = device is not None and from_losses
-    chosen, reason = _choose_for_learner(model, optimizers, learner, padding, engine, place, on_host)
-    if engine == "graphs" and chosen == "eager":
+    if device is not None and from_losses:
+        reason: str | None = "dense weights are on the host, and references are copied from there"
+    elif len(optimizers) > 1:
+        reason = "there are several optimizers"
+    elif process_group(data_parallel_around(model)).size > 1:
+        reason = "several processes train together"
+    else:
+        reason = reason_for_eager(engine, optimizers[0], place)
+        if reason is None and padding is not None and padding.align == 1:
+            reason = "`align` is 1, so shapes change at every structure update"
+        elif reason is None and padding is None and learner.num_masks > 1:
+            why = "no padding" if learner.padding is None else "padding would count in norms over channels"
+            reason = f"the policy has references and {why}, so their shapes change at every structure update"
+    if engine == "graphs" and reason is not None:
         raise ValueError(f"`engine` is 'graphs', but {reason}")
-    align = 1 if padding is None else padding.align or (ALIGN if chosen == "graphs" else 1)
+    align = 1 if padding is None else padding.align or (ALIGN if reason is None else 1)
     planner = Planner(graph, align, padding.spread) if padding is not None and align > 1 else None
-    static = chosen == "graphs" and planner is not None and from_losses
+    static = reason is None and planner is not None and from_losses
     networks = Networks(model, optimizers, graph, planner, static, device)
-    if chosen == "eager":
+    if reason is not None:
         return Structure(networks, learner, Drawing(learner), gradients), None, reason
     losses = torch.zeros(learner.num_masks, dtype=torch.float64, device=place)
     steps = Steps(networks, backward, losses)
@@ -139,28 +99,3 @@ def assemble(
     if static and isinstance(learner, DeviceLearner) and learner.capturable:
         drawing = DeviceDrawing(learner, networks, losses, steps.ok, steps.side)
     return Structure(networks, learner, drawing, gradients), steps, None
-
-
-def _choose_for_learner(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    learner: Learner,
-    padding: Padding | None,
-    engine: str,
-    place: torch.device,
-    on_host: bool,
-) -> tuple[str, str | None]:
-    """("eager" or "graphs", reason for "eager")."""
-    if on_host:
-        return "eager", "dense weights are on the host, and references are copied from there"
-    if len(optimizers) > 1:
-        return "eager", "there are several optimizers"
-    if process_group(data_parallel_around(model)).size > 1:
-        return "eager", "several processes train together"
-    chosen, reason = choose(engine, optimizers[0], place)
-    if chosen == "graphs" and padding is not None and padding.align == 1:
-        return "eager", "`align` is 1, so shapes change at every structure update"
-    if chosen == "graphs" and padding is None and learner.num_masks > 1:
-        why = "no padding" if learner.padding is None else "padding would count in norms over channels"
-        return "eager", f"the policy has references and {why}, so their shapes change at every structure update"
-    return chosen, reason

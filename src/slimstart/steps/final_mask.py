@@ -9,39 +9,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slimstart.distributed.process_group import ProcessGroup, num_examples
+from slimstart.distributed.process_group import num_examples
 from slimstart.errors import NonFiniteLossError
 from slimstart.inputs import as_batch
-from slimstart.narrow import Networks
-from slimstart.policies import Learner
 from slimstart.steps.eager import LossFunction, forward_only, loss_of
+from slimstart.steps.structure import Structure
 
 Batches = Sequence[tuple[Any, ...]]
 
 
 def choose_mask(
-    networks: Networks,
-    learner: Learner,
-    process_group: ProcessGroup,
-    batches: Batches | None,
-    loss_fn: LossFunction | None,
-    num_samples: int,
+    structure: Structure, batches: Batches | None, loss_fn: LossFunction | None, num_samples: int
 ) -> Tensor:
-    """The final mask (U,): of several samples the one with the least loss, or, without batches, the likeliest.
-
-    Raises:
-        ValueError: there are several candidates and batches, but no loss function.
-        NonFiniteLossError: no candidate has a finite loss.
-    """
+    """The final mask (U,): of several samples the one with the least loss, or, without batches, the likeliest."""
+    networks = structure.networks
     costs = networks.graph.costs
     if batches is None:
-        return costs.at_least_one(learner.best_guess())
-    masks = learner.candidates(num_samples)
+        return costs.at_least_one(structure.learner.best_guess())
+    masks = structure.learner.candidates(num_samples)
     measured = as_loss(loss_fn, needed=len(masks) > 1)
 
     def averaged(net: nn.Module, *batch: Any) -> Tensor:
         loss, _ = loss_of(measured(net, *batch))
-        return process_group.average([loss], num_examples(batch)).losses[0]
+        return structure.process_group.average([loss], num_examples(batch)).losses[0]
 
     best = least_loss(networks.references.of_masks(masks), batches, averaged) if len(masks) > 1 else 0
     return costs.at_least_one(masks[best])
@@ -58,11 +48,7 @@ def first_batches(batches: Iterable[Any] | None, most: int) -> list[tuple[Any, .
 
 
 def as_loss(loss_fn: LossFunction | None, needed: bool = False) -> LossFunction:
-    """The user's loss function, or, where only statistics are measured, a plain forward of the network.
-
-    Raises:
-        ValueError: losses are needed and there is no function.
-    """
+    """The user's loss function, or, where only statistics are measured, a plain forward of the network."""
     if loss_fn is None and needed:
         raise ValueError("`loss_fn` is None; to choose among masks by their loss on `batches`, give the loss function")
     return forward if loss_fn is None else loss_fn

@@ -11,7 +11,7 @@ It is estimated from shapes before anything is allocated, so a model on the meta
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from slimstart.devices import free_on_device
 from slimstart.narrow.optimizer_state import first_state
@@ -68,7 +68,7 @@ def estimate(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], budge
         optimizer: optimizer of its parameters, or several.
         budget: budget of the narrow networks; without it they count as if they were dense.
     """
-    weights = _bytes([*model.parameters(), *model.buffers()])
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     state = 0
     for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
         for group in one.param_groups:
@@ -92,12 +92,7 @@ def place(
     budget: Budget | None,
     full_model_device: Any,
 ) -> torch.device | None:
-    """The device of the narrow networks of a dense model on the host; None without `full_model_device`.
-
-    Raises:
-        ValueError: the arguments contradict each other.
-        MemoryError: there is not enough memory; the message says how much is needed.
-    """
+    """The device of the narrow networks of a dense model on the host; None without `full_model_device`."""
     if full_model_device is None:
         return None
     if torch.device(full_model_device).type != "cpu":
@@ -107,7 +102,12 @@ def place(
         )
     needs = estimate(model, optimizer, budget)
     where = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    _check_host(needs, to_come=needs.host - (0 if "meta" in where else needs.weights))
+    to_come = needs.host - (0 if "meta" in where else needs.weights)
+    if to_come > (free := free_on_host()):
+        raise MemoryError(
+            f"the dense model does not fit on the host: it needs {_size(to_come)} more, and {_size(free)} are free. In "
+            f"total: {needs}. Make the model narrower, or use an optimizer with less state"
+        )
     if "meta" in where:
         raise ValueError(
             f"`model` is on the meta device and has no values yet. It needs {needs}: build it on the CPU, or call "
@@ -121,30 +121,12 @@ def place(
     found = next((leaf.device for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor)), None)
     if found is None:
         raise ValueError("`example_inputs` holds no tensor; narrow networks will be on the device of its first one")
-    if found.type == "cuda":
-        _check_device(needs, found)
-    return found
-
-
-def on_host(example_inputs: Any) -> Any:
-    """Example inputs for a model on the host."""
-    return tree_map_only(Tensor, lambda tensor: tensor.cpu(), example_inputs)
-
-
-def _check_host(needs: Needs, to_come: int) -> None:
-    if to_come > (free := free_on_host()):
+    if found.type == "cuda" and needs.subnet > (free := free_on_device(found)):
         raise MemoryError(
-            f"the dense model does not fit on the host: it needs {_size(to_come)} more, and {_size(free)} are free. In "
-            f"total: {needs}. Make the model narrower, or use an optimizer with less state"
-        )
-
-
-def _check_device(needs: Needs, device: torch.device) -> None:
-    if needs.subnet > (free := free_on_device(device)):
-        raise MemoryError(
-            f"narrow networks of this size do not fit on {device}: they need about {_size(needs.subnet)} without "
+            f"narrow networks of this size do not fit on {found}: they need about {_size(needs.subnet)} without "
             f"activations, and {_size(free)} are free. In total: {needs}. Lower the budget"
         )
+    return found
 
 
 def free_on_host() -> int:
@@ -154,10 +136,6 @@ def free_on_host() -> int:
         return 1024 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _size(count: int) -> str:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from slimstart.narrow.optimizer_state import held_by, innermost
+from slimstart.narrow.optimizer_state import held_by, innermost, parameters_of
 
 FUSED = (SGD, Adam, AdamW)
 
@@ -36,7 +36,6 @@ class StepHooks:
     """Hooks on optimizers that report every step and every end of an iteration, until `remove`.
 
     Args:
-        optimizers: one or several optimizers of one model.
         before_step: called with an optimizer that is about to step and has its gradients; with a closure, after it.
         end_iteration: called when an iteration has ended; with False where gradients still wait for another step.
         no_gradients_wait: called after a step within an iteration that leaves no unused gradients.
@@ -115,7 +114,7 @@ class StepHooks:
 
     def refuse_others(self, optimizer: Optimizer) -> None:
         """Refuse another optimizer that is about to update parameters that are narrowed."""
-        if optimizer in self._unrelated or innermost(optimizer) in self._optimizers:
+        if optimizer in self._optimizers or optimizer in self._unrelated or innermost(optimizer) in self._optimizers:
             return
         if self._narrowed & held_by([optimizer]):
             raise RuntimeError(
@@ -180,16 +179,11 @@ def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    held = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return [grad for grad in held if grad is not None]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], pretrained: bool | None) -> None:
-    """Refuse optimizers of another training.
-
-    Raises:
-        ValueError: an optimizer has `StepHooks` already, or has state where `pretrained` is False.
-    """
+    """Refuse optimizers of another training."""
     hooks = [hook for one in optimizers for hook in one._optimizer_step_pre_hooks.values()]
     if any(isinstance(getattr(hook, "__self__", None), StepHooks) for hook in hooks):
         raise ValueError(
@@ -228,7 +222,7 @@ def fuse(optimizer: Optimizer, device: torch.device | None = None) -> bool:
     """
     if type(optimizer) not in FUSED:
         return False
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     device = device or parameters[0].device
     if device.type != "cuda" or not all(p.is_floating_point() for p in parameters):
         return False

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from slimstart.distributed.process_group import num_examples, process_group
 from slimstart.narrow.padding import PaddingGradients
-from slimstart.steps.eager import Backward, LossFunction, run_step
-from slimstart.steps.engine import Stepping, choose
+from slimstart.steps.eager import Backward, LossFunction, Stepping
+from slimstart.steps.engine import reason_for_eager
 from slimstart.steps.graphs import Steps
 from slimstart.steps.optimizers import fuse as fuse_optimizer
 from slimstart.steps.optimizers import unfuse
@@ -53,9 +53,9 @@ class PlainTraining(Stepping):
         self.process_group.broadcast_([*net.parameters(), *net.buffers()])
         self._backward = Backward((optimizer,), max_grad_norm, also=also)
         device = next(net.parameters()).device
-        chosen, self._eager = choose(engine if self.process_group.size == 1 else "eager", optimizer, device)
+        self._eager = reason_for_eager(engine if self.process_group.size == 1 else "eager", optimizer, device)
         self._steps = None
-        if chosen == "eager":
+        if self._eager is not None:
             optimizer.register_load_state_dict_post_hook(unfuse)
         else:
             losses = torch.zeros(1, dtype=torch.float64, device=device)
@@ -75,15 +75,8 @@ class PlainTraining(Stepping):
         self.num_steps += 1
         self.num_examples = num_examples(batch)
         if self._steps is None or kind is None:
-            return self._step_eagerly(loss_fn, batch)
+            return self._run_eagerly(loss_fn, self.net, batch, self.process_group)[0]
         return self._steps.run(kind, batch)
-
-    def _step_eagerly(self, loss_fn: LossFunction, batch: Sequence[Any]) -> Any:
-        result, found = run_step(
-            loss_fn, self.net, batch, self._backward, self.process_group, self.num_examples, kernels=self._kernels
-        )
-        self.num_examples = found.num_examples
-        return result
 
 
 class _Subject:

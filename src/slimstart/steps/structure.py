@@ -49,12 +49,10 @@ class Structure:
 
     Args:
         networks: the model and its references.
-        learner: running state of the policy.
         drawing: source of masks, which learns from losses.
         gradients: unit gradients, for a policy that learns from gradients; None for one that learns from losses.
 
     Attributes:
-        progress: the progress of the training.
         process_group: the processes that train together, from `join` on.
         transaction: context of everything that changes together with the networks.
     """
@@ -194,8 +192,6 @@ class Structure:
         change = self.process_group.all_or_none(
             lambda: networks.prepare(draw.masks, keep_probs, draw.look, removed=removed)
         )
-        if not networks.version:
-            networks.open_ports()
         self._warn_of_copies()
         self.commit(change, progress)
 

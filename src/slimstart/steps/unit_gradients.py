@@ -42,15 +42,11 @@ class UnitGradients:
     Args:
         graph: graph of the model, with coupling "stream".
         model: the dense model, which is run once on `example_inputs`.
-        optimizers: optimizers of its parameters.
         example_inputs: inputs of the model.
 
     Attributes:
         unobservable: (U,) bool, units without a known gradient: something reads them, or may read them, that is not the
             weight of a layer in the optimizers.
-
-    Raises:
-        ValueError: the coupling is another one.
     """
 
     def __init__(
@@ -80,11 +76,7 @@ class UnitGradients:
         example_inputs: Any,
         device: torch.device,
     ) -> UnitGradients:
-        """Unit gradients for a learner, which freezes the widths of unobservable units and moves to a device.
-
-        Raises:
-            TypeError: the learner cannot learn from gradients.
-        """
+        """Unit gradients for a learner, which freezes the widths of unobservable units and moves to a device."""
         if not isinstance(learner, GradientLearner):
             raise TypeError("`policy` learns from gradients, but its learner has no `freeze`, `to` and `observe_`")
         with uncompiled():
@@ -106,7 +98,7 @@ class UnitGradients:
     @torch.no_grad()
     def add(self, optimizer: Optimizer, networks: Networks) -> None:
         """Add the gradients of one optimizer's parameters, just before it steps."""
-        parameters = networks.parameters
+        parameters = networks.network.parameters
         if not all(parameters[reader.weight].requires_grad for reader in self._readers):
             self._sum = None  # a layer has been frozen: a part of the sum would be misleading
             return

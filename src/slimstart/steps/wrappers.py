@@ -50,12 +50,7 @@ def _has_weight_norm(module: nn.Module) -> bool:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that cannot follow a change of shapes; the error says what to do.
-
-    Raises:
-        TypeError: the model has a wrapper, a parametrisation or a type of tensor that cannot follow.
-        ValueError: it is in a SparseTraining already, or its `DistributedDataParallel` has an unsupported option.
-    """
+    """Refuse a model that cannot follow a change of shapes; the error says what to do."""
     for name, module in model.named_modules():
         where = f"{name!r} of `model`" if name else "`model`"
         for cls in type(module).__mro__:
@@ -114,11 +109,7 @@ def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
 
 
 def network_of(given: nn.Module, model: nn.Module, group: ProcessGroup) -> nn.Module:
-    """The module to call in a step: the model in the wrapper in which the user gave it, or that averages gradients.
-
-    Raises:
-        RuntimeError: several processes train together, and there is no wrapper directly around the model.
-    """
+    """The module to call in a step: the model in the wrapper in which the user gave it, or that averages gradients."""
     if given is not model and unwrapped_model(given) is model:
         return given
     if group.size == 1:
@@ -133,11 +124,7 @@ def network_of(given: nn.Module, model: nn.Module, group: ProcessGroup) -> nn.Mo
 
 
 def check_data_parallel(ddp: DistributedDataParallel) -> None:
-    """Refuse options that keep tensors of fixed shapes, or with which processes cannot change at the same step.
-
-    Raises:
-        ValueError: an option of the wrapper is not supported.
-    """
+    """Refuse options that keep tensors of fixed shapes, or with which processes cannot change at the same step."""
     for option, used, instead in (
         ("mixed_precision", getattr(ddp, "mixed_precision", None) is not None, "use torch.autocast"),
         ("delay_all_reduce_named_params", bool(getattr(ddp, "_delay_all_reduce_params", None)), "leave it out"),
