@@ -357,9 +357,7 @@ def cost_of_a_weight(budget: BoundBudget, costs: CostTable, group: Tensor) -> Te
     With a budget of FLOPs that is the number of positions at which they are applied; with one of parameters it is 1.
     """
     everything, totals = torch.ones(costs.num_units), torch.zeros(int(group.max()) + 1, dtype=torch.float64)
-    cost, params = (
-        totals.index_add(0, group, one.gradient(everything)) for one in (budget, Params(1.0).bind(costs))
-    )
+    cost, params = (totals.index_add(0, group, one.gradient(everything)) for one in (budget, Params(1.0).bind(costs)))
     return cost.clamp(min=1e-9 * budget.dense) / params.clamp(min=1)
 
 

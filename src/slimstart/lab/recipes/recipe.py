@@ -90,8 +90,8 @@ class Recipe:
     )
     depth: float | None = _setting(
         None,
-        "How many layers the policy equal_worth keeps: about a fraction budget ** depth of those that can go, and fewer "
-        "in short trainings. 0.6 by default; 0 keeps all.",
+        "How many layers the policy equal_worth keeps: about a fraction budget ** depth of those that can go, and "
+        "fewer in short trainings. 0.6 by default; 0 keeps all.",
     )
     resample_every: int | None = _setting(
         None,
