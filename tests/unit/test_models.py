@@ -18,9 +18,7 @@ from torch import nn
 import slimstart
 from slimstart.errors import ConfigError
 from slimstart.lab.models import MODELS, build, from_factory, is_factory
-from slimstart.lab.models.resnet_cifar import BasicBlock
-from slimstart.lab.models.resnet_imagenet import Bottleneck
-from slimstart.lab.models.wide_resnet import WideBlock
+from slimstart.lab.models.residual import BasicBlock, Bottleneck, WideBlock
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 
