@@ -21,7 +21,7 @@ from slimstart.lab import records
 from slimstart.lab.models import siblings
 from slimstart.lab.recipes.recipe import Recipe, make_model, merged
 from slimstart.lab.run import program as program_module
-from slimstart.lab.run.callbacks import Interrupted, Unwatched
+from slimstart.lab.run.callbacks import Interrupted, Watcher
 from slimstart.lab.run.environment import Place, suited
 from slimstart.lab.run.evaluation import evaluate
 from slimstart.lab.run.program import Program
@@ -65,7 +65,7 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the program catches it."""
 
 
-class Killer(Unwatched):
+class Killer(Watcher):
     """Kills after `steps` steps: every step reads `stop_requested`."""
 
     def __init__(self, steps: int) -> None:
@@ -162,7 +162,7 @@ def test_a_full_model_on_the_cpu_never_comes_to_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_requested_stop_saves_a_checkpoint(tmp_path: Path, differences: Callable[[Any, Any], list[str]]) -> None:
-    class Stopper(Unwatched):
+    class Stopper(Watcher):
         asked = 0
 
         @property

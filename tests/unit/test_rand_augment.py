@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slimstart.lab.data import WHOLE, Share
 from slimstart.lab.data.arrays import ArraySet
-from slimstart.lab.data.batches import ImageData, generator
+from slimstart.lab.data.batches import ImageData, Loading
 from slimstart.lab.data.image_folder import load as load_folder
 from slimstart.lab.data.rand_augment import OPERATIONS, EpochDraws, RandAugment
 
@@ -114,13 +114,13 @@ def test_no_magnitude_changes_the_geometry_or_the_colours_of_nothing() -> None:
 def a_set(augment: RandAugment | None, share: Share = WHOLE) -> ImageData:
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (23, 3, 8, 8), dtype=np.uint8))
     arrays = ArraySet("small", 23, (images, torch.arange(23)), (images[:5], torch.arange(5)), (0,) * 3, (1,) * 3, 0)
-    return arrays.batches(batch_size=5, seed=3, device=torch.device("cpu"), validation=0, share=share, augment=augment)
+    return arrays.batches(Loading(5, 3, share=share, augment=augment))
 
 
 def test_batches_in_memory_are_augmented_by_position() -> None:
     augment = RandAugment(2, 9)
     plain, data = a_set(None), a_set(augment)
-    draws = EpochDraws(augment, generator(3, 7, 0, 1), 20, 5, WHOLE)
+    draws = EpochDraws(Loading(5, 3, augment=augment), 7, 20)
     whole = list(data.train.epoch(7))
     for index, ((before, labels), (after, same)) in enumerate(zip(plain.train.epoch(7), whole, strict=True)):
         assert torch.equal(labels, same)
@@ -147,8 +147,7 @@ def test_image_folders_are_augmented_by_position(tmp_path: Path) -> None:
                 )
 
     def loaded(augment: RandAugment | None) -> ImageData:
-        settings = {"batch_size": 4, "seed": 1, "validation": 0, "image_size": 16, "num_workers": 0}
-        return load_folder(tmp_path, device=torch.device("cpu"), augment=augment, **settings)  # type: ignore[arg-type]
+        return load_folder(tmp_path, Loading(4, 1, image_size=16, augment=augment))
 
     plain, data = list(loaded(None).train.epoch(2)), loaded(RandAugment(2, 20))
     whole = list(data.train.epoch(2))

@@ -16,10 +16,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 from slimstart.lab.control_characters import visible
+from slimstart.lab.run.callbacks import Status, Watcher
 
 if TYPE_CHECKING:
     from slimstart.lab.records import Epoch, Record
-    from slimstart.lab.run.callbacks import Status
 
 
 class _SafeConsole(Console):
@@ -50,8 +50,8 @@ console = _Console(highlight=False, width=_WIDTH)
 errors = _SafeConsole(stderr=True, highlight=False)
 
 
-class TrainingDisplay:
-    """A `Watcher` with a live line for the step and one line for every epoch; Ctrl-C asks to stop."""
+class TrainingDisplay(Watcher):
+    """A live line for the step and one line for every epoch; Ctrl-C asks to stop."""
 
     def __init__(self, total_epochs: int) -> None:
         self.total_epochs = total_epochs

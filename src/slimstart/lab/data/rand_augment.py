@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimstart.lab.data.batches import Share
+from slimstart.lab.data.batches import RAND_AUGMENT, Loading, generator
 
 LARGEST = 30.0  # magnitude
 _LUMA = (19595, 38470, 7471)  # red, green and blue in grey, in units of 2^-16
@@ -56,22 +56,19 @@ class RandAugment:
 
 
 class EpochDraws:
-    """The operations of one epoch, batch by batch.
+    """The operations of one epoch, batch by batch; none without `augment`."""
 
-    Args:
-        share: share of every batch that this process makes.
-    """
-
-    def __init__(
-        self, augment: RandAugment, random: np.random.Generator, num_images: int, batch_size: int, share: Share
-    ) -> None:
-        self._augment, self._batch_size, self._share = augment, batch_size, share
-        self._drawn = augment.draw(random, num_images)
+    def __init__(self, loading: Loading, epoch: int, num_images: int) -> None:
+        self._loading, self._augment = loading, loading.augment
+        if self._augment is not None:
+            self._drawn = self._augment.draw(generator(loading.seed, epoch, 0, RAND_AUGMENT), num_images)
 
     def __call__(self, images: Tensor, batch: int) -> Tensor:
         """Change the images of batch `batch` of the epoch; uint8 (B, C, H, W)."""
-        start = batch * self._batch_size
-        return self._augment(images, self._drawn[:, self._share.of(start, start + self._batch_size)])
+        if self._augment is None:
+            return images
+        start, size = batch * self._loading.batch_size, self._loading.batch_size
+        return self._augment(images, self._drawn[:, self._loading.share.of(start, start + size)])
 
 
 # --- operations: (images, strength from 0 to 1, sign) -> images ------------------------------------------------------

@@ -32,7 +32,7 @@ from slimstart.lab.models import siblings
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.recipes.schedules import learning_rate
 from slimstart.lab.run import environment as surroundings
-from slimstart.lab.run.callbacks import Interrupted, Status, Unwatched, Watcher
+from slimstart.lab.run.callbacks import Interrupted, Status, Watcher
 from slimstart.lab.run.choosing import choose
 from slimstart.lab.run.environment import Place
 from slimstart.lab.run.evaluation import evaluate
@@ -72,7 +72,7 @@ class Program:
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.recipe, self.run, self.ranks = recipe, run, ranks
-        self.place, self.watcher = place or Place(), watcher or Unwatched()
+        self.place, self.watcher = place or Place(), watcher or Watcher()
         self.task = Task(recipe, self.place, ranks, self.watcher.downloading)
         self.choosing: records.Choosing | None = None
         self.method = self._make_method()
