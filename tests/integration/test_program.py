@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import itertools
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,33 +76,6 @@ class Killer(Watcher):
         if self.steps < 0:
             raise Killed
         return False
-
-
-SETTINGS = [
-    {},
-    {"method": "uniform"},
-    {"resample_every": 4, "estimator": "leave_one_out", "align": 4},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(map(str, s.values())) or "default")
-def test_an_interrupted_run_equals_an_uninterrupted_one(
-    tmp_path: Path, settings: dict[str, Any], differences: Callable[[Any, Any], list[str]]
-) -> None:
-    recipe = merged(TINY, settings)
-    started(tmp_path / "whole", recipe).train()
-    stops, generator = 0, random.Random(1)
-    while True:
-        watcher = Killer(steps=generator.randint(0, 6))
-        torch.manual_seed(stops)  # whatever another process has drawn
-        try:
-            started(tmp_path / "parts", recipe, watcher=watcher).train()
-            break
-        except Killed:
-            stops += 1
-    assert stops >= 4
-    assert differences(outcome(tmp_path / "whole"), outcome(tmp_path / "parts")) == []
 
 
 @pytest.mark.slow
