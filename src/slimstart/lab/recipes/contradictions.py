@@ -14,8 +14,15 @@ from slimstart.graph import COUPLINGS
 from slimstart.lab import data, models
 from slimstart.lab.methods import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
 from slimstart.lab.own_code import is_factory
-from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
-from slimstart.lab.recipes.recipe import METHODS, OWN_SETTINGS, PRECISIONS, own_settings, parse_budget
+from slimstart.lab.recipes.recipe import (
+    METHODS,
+    OPTIMIZERS,
+    OWN_SETTINGS,
+    PRECISIONS,
+    SETTINGS,
+    own_settings,
+    parse_budget,
+)
 from slimstart.lab.recipes.schedules import parse_schedule
 from slimstart.policies import ESTIMATORS, POLICIES, SAMPLINGS
 

@@ -20,7 +20,6 @@ from slimstart.errors import ConfigError
 from slimstart.io.files import read_bytes
 from slimstart.lab import records
 from slimstart.lab.own_code import is_factory
-from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
 
 if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its fields are looked at for `--help`
     from torch import nn
@@ -36,6 +35,15 @@ METHODS = (
     "grow-efficient",
 )
 PRECISIONS = ("float32", "tf32", "bfloat16")
+# The settings of each optimizer, with their defaults: SGD has the paper's, the others have PyTorch's and lr 1e-3.
+_ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9, "nesterov": False},
+    "adam": {**_ADAM, "weight_decay": 0.0},
+    "adamw": {**_ADAM, "weight_decay": 0.01},
+    "rmsprop": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0, "beta2": 0.99, "eps": 1e-8},
+}
+SETTINGS = tuple(dict.fromkeys(name for settings in OPTIMIZERS.values() for name in settings))
 OWN_SETTINGS = ("estimator", "sampling", "structure_lr", "depth")  # fields of a recipe that some policies lack
 
 

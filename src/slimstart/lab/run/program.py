@@ -38,7 +38,7 @@ from slimstart.lab.run.environment import Place
 from slimstart.lab.run.evaluation import evaluate
 from slimstart.lab.run.make_method import make_method
 from slimstart.lab.run.method import Method
-from slimstart.lab.run.recording import End, Progress, make_record, structure_of
+from slimstart.lab.run.recording import Progress, make_record, structure_of
 from slimstart.lab.run.run_folder import Events, Run
 from slimstart.lab.run.step_times import measured
 from slimstart.lab.run.task import Task
@@ -211,10 +211,9 @@ class Program:
 
         def write() -> records.Record:
             files.save(network, self.run.network)
-            own_flops = flops(network, self.task.example)
-            times = None if self.watcher.stop_requested else measured(self.task, own_flops)
-            end = End(network, own_flops, loss, accuracy, times, self.choosing)
-            record = make_record(self.run.folder.resolve().name, self.task, self.method, self.progress, end)
+            times = None if self.watcher.stop_requested else measured(self.task, flops(network, self.task.example))
+            name, finished = self.run.folder.resolve().name, (network, loss, accuracy, times, self.choosing)
+            record = make_record(name, self.task, self.method, self.progress, *finished)
             records.write(record, self.run.record)
             return record
 
