@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 OwnModel = Annotated[
     str | None,
-    typer.Option("--model", help="Your module:factory, if the run used one; no file alone makes it run."),
+    typer.Option(
+        "--model", help="module:factory of your own network, if the run used one: no file alone makes it run."
+    ),
 ]
 
 
 Network = Annotated[str, typer.Argument(help="Network: one of ours, timm:NAME, or your own code as module:factory.")]
 Image = Annotated[str, typer.Option(help="Shape of an image: CHANNELSxHEIGHTxWIDTH.")]
 Classes = Annotated[int, typer.Option("--num-classes", help="Number of classes.")]
-OwnData = Annotated[str | None, typer.Option("--data", help="Your module:factory for the data, if the run used one.")]
+OwnData = Annotated[str | None, typer.Option("--data", help="module:factory of your own data, if the run used one.")]
 
 
 class Format(StrEnum):
@@ -120,7 +122,7 @@ def inspect(
     coupling: Annotated[
         str,
         typer.Option(
-            help="Masks of layers that write into one stream: stream (shared) or filter (their own, as in the paper)."
+            help="Layers that write into the same residual stream share one mask (stream) or have one each (filter)."
         ),
     ] = "stream",
     budget: Annotated[
@@ -164,7 +166,7 @@ def bench(
     model: Network,
     budget: Annotated[str, typer.Option(help="Budget, or several as in flops=0.25,flops=0.10.")] = "flops=0.10",
     policy: Annotated[str, typer.Option(help="Policy of slimstart: equal_worth or paper.")] = "equal_worth",
-    batch_size: Annotated[int, typer.Option(help="Images per step; random ones are used.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Number of images per step; they are random.")] = 64,
     image: Image = "3x32x32",
     num_classes: Classes = 10,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, ...; auto chooses a GPU if there is one.")] = "auto",
@@ -172,7 +174,7 @@ def bench(
         str, typer.Option(help="How steps run: eager, graphs (CUDA graphs), or auto for the faster of them.")
     ] = "auto",
     precision: Annotated[str, typer.Option(help="Compute precision: float32, tf32 or bfloat16.")] = "float32",
-    rounds: Annotated[int, typer.Option(help="Measurements of each network.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each network.")] = 20,
 ) -> None:
     """Measure a training step: of the dense network, the uniform network of each budget, and slimstart.
 
