@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slimstart.costs import CostTable
 from slimstart.flop_counter import flops
 from slimstart.graph import trace
-from slimstart.lab.models.chains import MOBILENET_V1, VGG19, Chain, mobilenet_v1, vgg19
+from slimstart.lab.models.feed_forward import MOBILENET_V1, VGG19, Chain, mobilenet_v1, vgg19
 from slimstart.lab.models.layers import Stages, conv_bn_relu, initialised
 from slimstart.lab.models.residual import RESNET32, resnet32
 from slimstart.lab.models.siblings import LATE

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from slimstart.errors import ConfigError
-from slimstart.lab.models.chains import mobilenet_v1, small, vgg16, vgg19
+from slimstart.lab.models.feed_forward import mobilenet_v1, small, vgg16, vgg19
 from slimstart.lab.models.residual import resnet20, resnet32, resnet50, wrn28_10
 from slimstart.lab.models.siblings import parse_stages
 from slimstart.lab.own_code import brief, call, find_factory, is_factory, parameters_of

@@ -8,7 +8,7 @@ becomes 1 : 2.5 : 6. Only the ratios matter where a budget scales the widths.
 from __future__ import annotations
 
 from slimstart.errors import ConfigError
-from slimstart.lab.models.chains import MOBILENET_V1, VGG16, VGG19
+from slimstart.lab.models.feed_forward import MOBILENET_V1, VGG16, VGG19
 from slimstart.lab.models.layers import Stages
 from slimstart.lab.models.residual import RESNET20, RESNET32, RESNET50, WRN28_10
 
