@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimstart.lab.data.augmentation import Mixed, random_box
 from slimstart.lab.data.batches import generator
-from slimstart.lab.data.mixup import Mixed, random_box
 
 CLASSES = 4
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from slimstart.lab.data import WHOLE, Share
 from slimstart.lab.data.arrays import ArraySet
+from slimstart.lab.data.augmentation import OPERATIONS, EpochDraws, RandAugment
 from slimstart.lab.data.batches import ImageData, Loading
 from slimstart.lab.data.image_folder import load as load_folder
-from slimstart.lab.data.rand_augment import OPERATIONS, EpochDraws, RandAugment
 
 SIDES = 13, 17
 Reference = Callable[[Image.Image, float, int], Image.Image]

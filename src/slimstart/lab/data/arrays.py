@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimstart.errors import DataError
+from slimstart.lab.data.augmentation import EpochDraws
 from slimstart.lab.data.batches import (
     TEST_BATCHES,
     ImageData,
@@ -26,7 +27,6 @@ from slimstart.lab.data.batches import (
     indices_from,
     num_full_batches,
 )
-from slimstart.lab.data.rand_augment import EpochDraws
 
 IMAGES_AT_ONCE = 4096
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from slimstart.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slimstart.lab.data.rand_augment import RandAugment
+    from slimstart.lab.data.augmentation import RandAugment
 
 # Evaluation keeps no activations for a backward, so its batches may be larger: fewer launches on a GPU.
 TEST_BATCHES = 4

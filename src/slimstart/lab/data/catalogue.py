@@ -10,8 +10,8 @@ import torch
 
 from slimstart.errors import ConfigError
 from slimstart.lab.data import cifar, fashion, image_folder, own_data, tiny_imagenet
+from slimstart.lab.data.augmentation import RandAugment
 from slimstart.lab.data.batches import WHOLE, ImageData, Loading, Share
-from slimstart.lab.data.rand_augment import RandAugment
 from slimstart.lab.own_code import is_factory
 
 NAMES = ("fashion", "cifar10", "cifar100", "tiny_imagenet16", "image_folder")

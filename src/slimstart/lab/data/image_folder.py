@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from slimstart.errors import ConfigError, DataError
 from slimstart.io.files import open_to_read
+from slimstart.lab.data.augmentation import EpochDraws
 from slimstart.lab.data.batches import (
     ImageData,
     Loading,
@@ -31,7 +32,6 @@ from slimstart.lab.data.batches import (
     indices_from,
     num_full_batches,
 )
-from slimstart.lab.data.rand_augment import EpochDraws
 
 IMAGE_SIZE = 224
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif")
