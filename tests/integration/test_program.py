@@ -401,17 +401,6 @@ def test_names_are_claimed_once(tmp_path: Path) -> None:
         claim(tmp_path / "file" / "x")
 
 
-def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    run.create(TINY)
-    (run.folder / "checkpoints" / "step-000000001.pt.partial").write_bytes(b"half")
-    for step in (1, 2, 10):
-        run.save({"step": step}, step)
-    assert [path.name for path in run.checkpoints()] == ["step-000000010.pt", "step-000000002.pt"]
-    assert run.latest() == {"step": 10}
-    assert not list(run.folder.rglob("*.partial"))
-
-
 def test_links_in_a_run_are_not_followed(tmp_path: Path) -> None:
     """A folder that somebody sent may hold links to files of the user."""
     run, home = Run(tmp_path / "run"), tmp_path / "home"
@@ -457,31 +446,22 @@ def test_a_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
         pass
 
 
-def test_checkpoints_of_the_user_are_not_removed(tmp_path: Path) -> None:
+def test_only_the_last_checkpoints_of_the_run_are_kept(tmp_path: Path) -> None:
+    """A folder may hold files of the user, checkpoints of another, longer run, and half a file of an older version."""
     run = Run(tmp_path / "run")
     run.create(TINY)
+    folder = run.folder / "checkpoints"
     own = ["best.pt", "step-1.pt", "step-000000001-before.pt", "z.pt", "best.pt.partial"]
-    for name in own:
-        (run.folder / "checkpoints" / name).write_bytes(b"mine")
-    for step in range(4):
-        run.save({"step": step}, step)
-    found = {path.name for path in (run.folder / "checkpoints").iterdir()}
-    assert found == {*own, "step-000000002.pt", "step-000000003.pt"}
-    assert run.latest() == {"step": 3}
-
-
-def test_the_newest_checkpoint_outlasts_those_of_later_steps(tmp_path: Path) -> None:
-    """A folder may hold checkpoints of another, longer run."""
-    run = Run(tmp_path / "run")
-    run.create(TINY)
     later = [f"step-00000009{number}.pt" for number in range(3)]
-    for name in later:
-        (run.folder / "checkpoints" / name).write_bytes(b"damaged")
-    for step in range(4):
+    for name in (*own, *later, "step-000000001.pt.partial"):
+        (folder / name).write_bytes(b"not ours, or damaged")
+    for step in (1, 2, 3, 10):
         run.save({"step": step}, step)
-        assert run.checkpoints()[3].name == f"step-00000000{step}.pt"
-    assert [path.name for path in run.checkpoints()[:3]] == later[::-1]
-    assert run.latest() == {"step": 3}
+        assert run.checkpoints()[3].name == f"step-{step:09}.pt"
+    kept = ["step-000000003.pt", "step-000000010.pt"]
+    assert {path.name for path in folder.iterdir()} == {*own, *later, *kept}
+    assert [path.name for path in run.checkpoints()] == [*later[::-1], *kept[::-1]]
+    assert run.latest() == {"step": 10}
 
 
 def test_trials_are_not_written_through_a_link(tmp_path: Path) -> None:

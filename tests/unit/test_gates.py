@@ -453,12 +453,3 @@ def test_a_network_without_prunable_channels_is_refused():
     line = nn.Linear(3, 2)
     with pytest.raises(TraceError, match="no channel of this network can go"):
         make_gates("ste", line, slimstart.trace(line, torch.zeros(1, 3), coupling="stream"), Flops(0.5), None, 10, 0)
-
-
-def test_own_learning_rates():
-    rates = {name: made(name)[0].lr for name in RELAXATIONS}
-    assert rates == {
-        "ste": 12e-3, "sigmoid_ste": 12e-3, "gumbel": 6e-3, "hard_concrete": 12e-3, "soft_threshold": 12e-3,
-        "grow_efficient": 0.1,
-    }  # fmt: skip
-    assert made("gumbel", lr=0.5)[0].lr == 0.5
