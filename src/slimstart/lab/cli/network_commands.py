@@ -101,7 +101,7 @@ def export(
     if format is Format.safetensors:
         out = out.with_name(out.name.removesuffix(".safetensors") + ".safetensors")
         files.save(network, out)
-        console.print(f"{out}, and {out.with_suffix('.json')}, its structure", markup=False)
+        console.print(f"{out}, and {out.with_suffix('.json')}, its structure")
         return
     writers = {
         Format.onnx: exporting.to_onnx,
@@ -112,7 +112,7 @@ def export(
     verdict = (
         "not checked: onnxruntime is not installed" if difference is None else f"differs by {difference:.1e} at most"
     )
-    console.print(f"{out}: {verdict}", markup=False)
+    console.print(f"{out}: {verdict}")
 
 
 def inspect(
@@ -159,7 +159,7 @@ def inspect(
         row = [kind.__name__.lower(), f"{bound.dense:,}", f"{bound.minimum / bound.dense:.4f}"]
         costs.append(row if mask is None else [*row, f"{bound.cost(mask) / bound.dense:.4f}"])
     show_table(["cost", "dense", "least fraction"] + ([] if mask is None else ["uniform at the budget"]), costs)
-    console.print(f"{graph.coverage:.1%} of the FLOPs can shrink", markup=False)
+    console.print(f"{graph.coverage:.1%} of the FLOPs can shrink")
 
 
 def bench(
