@@ -41,7 +41,7 @@ FORMER_METHODS = {"narrow": "uniform"}
 POSITIVE = frozenset("epochs batch_size epoch dense dense_flops dense_params dense_train_flops step_ms".split())
 PERCENT = frozenset(("accuracy", "test_accuracy"))
 SMALLEST, LARGEST = 1e-9, 1e30
-# More than any network or data set has: what is drawn and allocated by these numbers has an end.
+# More than any network or data set has. These limits bound the memory that a report or a network takes.
 MAX_LAYERS, MAX_STRUCTURES, MAX_CLASSES, MAX_IMAGE = 4096, 1000, 1 << 20, 1 << 26
 
 
@@ -209,7 +209,7 @@ def _content(file: Path, what: str) -> Any:
     """
     try:
         content = json.loads(read_bytes(file, MAX_BYTES))
-        # Python reads what is not JSON (NaN, 1e999) or not text (half a surrogate pair); its strict writer refuses.
+        # Python's reader accepts NaN, 1e999 and half a surrogate pair, which JSON does not; its strict writer refuses.
         json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
         changed = isinstance(content, dict) and "digest" in content and content.pop("digest") != digest(content)
     except (OSError, ValueError, RecursionError) as error:

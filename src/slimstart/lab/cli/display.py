@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _SafeConsole(Console):
-    """A console that shows text as it is: names and messages come from files. Control characters become escapes."""
+    """A console that prints text literally, with control characters as escapes: names and messages come from files."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
@@ -179,7 +179,7 @@ class ComparisonDisplay(TrainingDisplay):
 
 
 def show_records(records: Sequence[Record]) -> None:
-    """A comparison table for each network; a few runs stand side by side, which fits a narrow terminal."""
+    """A comparison table for each network; a few runs are shown as columns, which fits a narrow terminal."""
     from slimstart.lab.reports import by_network, shown, summarise
 
     for network, rows in by_network(summarise(records)).items():

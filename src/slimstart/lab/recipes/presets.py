@@ -63,7 +63,7 @@ BUDGETS = {"vgg16": "flops=0.087", "resnet20": "flops=0.361"}
 
 def _falls(factor: float, moments: Iterable[int], epochs: int, warmup: int = 0) -> str:
     """The schedule that multiplies by a factor at some epochs, where the warm-up is no part of the schedule."""
-    # Rounded down: an epoch's first step is not to be a hair too early for its moment.
+    # Rounded down, so that the first step of an epoch has reached the moment.
     shares = [math.floor(1e6 * (at - warmup) / (epochs - warmup)) / 1e6 for at in moments]
     return f"steps:{','.join(map(str, shares))}x{factor:g}"
 

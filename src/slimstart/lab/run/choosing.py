@@ -18,7 +18,7 @@ from slimstart.lab.records import Candidate, Choosing, Record
 from slimstart.lab.run.callbacks import Status, Watcher
 from slimstart.lab.run.run_folder import Run
 
-HELD_OUT = 10  # one training image of so many is held out
+HELD_OUT = 10  # one of this many training images is held out
 
 Trial = Callable[[Recipe, Run, Watcher], Record]
 
