@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimstart
-from slimstart.lab.models.vgg import VGG
+from slimstart.lab.models.feed_forward import VGG
 from slimstart.policies import Paper
 
 STAGES = ((64, 64), (128, 128), (256, 256))

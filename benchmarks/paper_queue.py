@@ -15,8 +15,7 @@ from collections.abc import Iterator
 
 from training_queue import Run, Settings, work_off
 
-from slimstart.lab.recipes.originals import COMPARED, ONE_SHOT
-from slimstart.lab.recipes.presets import preset
+from slimstart.lab.recipes.presets import COMPARED, ONE_SHOT, preset
 from slimstart.lab.recipes.recipe import Recipe
 
 # Preset, its budget as a fraction of the FLOPs (the paper's figure), and the number of seeds; the most important first.

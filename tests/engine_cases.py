@@ -22,9 +22,8 @@ from torch.optim import SGD, Adam
 from slimstart import Flops, NonFiniteLossError, Paper, SparseTraining, trace
 from slimstart.kernels.depthwise import Window
 from slimstart.lab import models
-from slimstart.lab.methods.gated_network import Gated
+from slimstart.lab.methods.gated_network import RELAXATIONS, Gated, make_gates
 from slimstart.lab.methods.gates import Gates
-from slimstart.lab.methods.relaxations import RELAXATIONS, make_gates
 from slimstart.steps import PlainTraining
 from slimstart.steps.captured import CapturedStep
 from tests.settings import arguments

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimstart.lab.recipes.originals import COMPARED
-from slimstart.lab.recipes.presets import PRESETS
+from slimstart.lab.recipes.presets import COMPARED, PRESETS
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.reports.rows import ITS_ESTIMATOR, SAME, Row, policy_of
 

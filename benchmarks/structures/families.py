@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from slimstart.costs import CostTable
 from slimstart.flop_counter import flops
 from slimstart.graph import trace
-from slimstart.lab.models.layers import Chain, Stages, conv_bn_relu, initialised
-from slimstart.lab.models.mobilenet_v1 import MOBILENET_V1, mobilenet_v1
-from slimstart.lab.models.resnet_cifar import RESNET32, resnet32
+from slimstart.lab.models.feed_forward import MOBILENET_V1, VGG19, Chain, mobilenet_v1, vgg19
+from slimstart.lab.models.layers import Stages, conv_bn_relu, initialised
+from slimstart.lab.models.residual import RESNET32, resnet32
 from slimstart.lab.models.siblings import LATE
-from slimstart.lab.models.vgg import VGG19, vgg19
 from slimstart.policies import Flops
 from slimstart.policies.depth import GAMMA, layers_to_remove
 

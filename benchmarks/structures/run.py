@@ -29,6 +29,7 @@ from slimstart.errors import NonFiniteLossError
 from slimstart.flop_counter import flops
 from slimstart.io import atomic
 from slimstart.lab.data import ArraySet, cifar, tiny_imagenet
+from slimstart.lab.data.batches import Loading
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.recipes.schedules import learning_rate
 from slimstart.lab.run import environment
@@ -116,8 +117,8 @@ def train(run: Run, arrays: ArraySet, device: torch.device, precision: str, batc
         widths = list(families.FAMILIES[run.family].reference.channels)
     model = families.network(run.family, run.structure, widths, arrays.num_classes, channels)
     model = environment.suited(model, device, device)
-    sizes = {"batch_size": batch_size, "seed": run.seed, "device": device}
-    data = arrays.batches(validation=len(arrays.train[0]) // HELD_OUT, **sizes)
+    loading = Loading(batch_size, run.seed, device, validation=len(arrays.train[0]) // HELD_OUT)
+    data = arrays.batches(loading)
     optimizer, loss_fn = make_optimizer(recipe, model), Loss(recipe)
     steps, losses, validation = len(data.train), list[float](), list[float]()
     if run.tilt is None:
@@ -147,7 +148,7 @@ def train(run: Run, arrays: ArraySet, device: torch.device, precision: str, batc
         training.finish()
     seconds = time.perf_counter() - began
     # Once, after the last step, and with no part in any choice.
-    test = evaluate(model, arrays.batches(validation=0, **sizes), precision)[1]
+    test = evaluate(model, arrays.batches(dataclasses.replace(loading, validation=0)), precision)[1]
     return {
         "benchmark": "structures",
         **dataclasses.asdict(run),

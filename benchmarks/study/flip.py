@@ -26,7 +26,7 @@ from study.settings import FlipSettings
 logger = logging.getLogger(__name__)
 
 
-class FlipWatcher:
+class FlipWatcher(Watcher):
     """Measures after every N epochs of a search, and passes all events on to another watcher.
 
     Args:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from slimstart.devices import cuda_devices
 from slimstart.errors import ConfigError, NonFiniteLossError
-from slimstart.lab.methods.masked_network import MaskedNetwork
 from slimstart.lab.run.make_method import Batch, Method, Search
 from slimstart.lab.run.program import Program
 from slimstart.policies import PaperSearch
 from slimstart.steps.cuda_graph import Graphed
+from study.masked_network import MaskedNetwork
 
 
 def training_batches(program: Program, num_batches: int, seed: int = 0) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ from typing import Any
 from slimstart.errors import ConfigError
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run import environment as surroundings
-from slimstart.lab.run.callbacks import Unwatched, Watcher
+from slimstart.lab.run.callbacks import Watcher
 from slimstart.lab.run.environment import Place
 from slimstart.lab.run.make_method import Batch
 from slimstart.lab.run.program import Program
@@ -99,7 +99,7 @@ def flip(recipe: Recipe, settings: FlipSettings, place: Place, out: Path, watche
                 f"{run.folder} was begun with other settings; give the same ones, or choose another --out"
             )
         if not run.finished:
-            watching = FlipWatcher(settings, watcher or Unwatched(), keep, known)
+            watching = FlipWatcher(settings, watcher or Watcher(), keep, known)
             program = watching.program = Program(recipe, run, place, watching)
             search_in(program.method)
             if not run.exists:  # after everything that may be refused

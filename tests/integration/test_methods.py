@@ -134,7 +134,10 @@ STOPPED = [
         for settings in (
             *({"method": name} for name in ("l1", "soft", "slimming", "provable", "random", "grow-efficient")),
             *({"method": name, "rounds": 2} for name in ("l1", "slimming", "thinet", "provable")),
+            {"method": "uniform"},
             {"method": "slimstart", "policy": "equal_worth"},
+            {"method": "slimstart", "policy": "paper", "settle_at": 0.5, "epochs": 2},
+            {"method": "slimstart", "policy": "paper", "estimator": "leave_one_out", "resample_every": 4, "align": 4},
             *({"method": "slimstart", "policy": "paper", "estimator": name} for name in RELAXATIONS if name != "ste"),
             *({"method": name, "finetune_epochs": 0} for name in ("soft", "slimming", "grow-efficient")),
             {"method": "grow-efficient", "epochs": 2, "settle_at": 0.5},

@@ -20,7 +20,7 @@ from PIL import Image
 
 from slimstart.errors import RecordError
 from slimstart.lab.records import Layer, Record, Structure
-from slimstart.lab.reports import curves, page, panels, points, summarise
+from slimstart.lab.reports import page, panels, plots, summarise
 from slimstart.lab.reports.series import series_of
 from tests.records import DENSE_FLOPS, IMAGES, make, study
 
@@ -231,7 +231,7 @@ def test_long_runs_stay_small_and_quick() -> None:
 
 def test_curves_join_seeds_and_neighbouring_epochs() -> None:
     runs = [make(seed=seed, epochs=400) for seed in range(3)]
-    points = curves.joined(runs, lambda epoch: epoch.test_accuracy)
+    points = plots.joined(runs, lambda epoch: epoch.test_accuracy)
     assert len(points) == 134  # 400 epochs in bins of 3 = ceil(400 / 160), the last of 1
     found = [run.history[i].test_accuracy for i in (3, 4, 5) for run in runs]
     values = [value for value in found if value is not None]
@@ -286,13 +286,13 @@ def test_many_methods_share_axes_budget_by_budget() -> None:
     looks = series_of(summarise(runs))
     assert len({(one.role, one.marker, one.dashes) for one in looks}) == 10
     assert len({(one.role, one.dashes) for one in looks}) == 10  # curves have no markers
-    figure = curves.train_cost_per_epoch(looks)
+    figure = plots.train_cost_per_epoch(looks)
     assert figure.svg is not None
     for ratio in budgets:
         assert figure.svg.count(f"flops={ratio:g}<") == 1
     assert [text for _, text in figure.keys] == ["dense", *names]
     assert len(re.findall(r"<path d=[^>]*stroke: var\(--dense\)", figure.svg)) == len(budgets)  # in every panel
-    drawing = points.accuracy_by_flops(looks).svg
+    drawing = plots.accuracy_by_flops(looks).svg
     assert drawing is not None
     lines = re.findall(r'<path d="([^"]*)"[^>]*stroke-opacity: 0.45', drawing)
     assert sorted(line.count("L") for line in lines if "L" in line) == [4] * 9  # one line through five budgets each

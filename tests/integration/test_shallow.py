@@ -14,8 +14,8 @@ from slimstart.errors import BudgetError, ConfigError
 from slimstart.lab import records
 from slimstart.lab.cli import network_commands
 from slimstart.lab.models import registry, siblings
+from slimstart.lab.models.feed_forward import VGG
 from slimstart.lab.models.layers import Stages
-from slimstart.lab.models.vgg import VGG
 from slimstart.lab.recipes.recipe import Recipe, merged
 from slimstart.lab.run.run_folder import Run
 from tests.integration.test_program import SELDOM, Killed, Killer, outcome, started

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from slimstart.errors import ConfigError, NonFiniteLossError
 from slimstart.lab.cli.display import console
 from slimstart.lab.recipes.recipe import Recipe, merged
-from slimstart.lab.run.callbacks import Interrupted, Unwatched
+from slimstart.lab.run.callbacks import Interrupted, Watcher
 from slimstart.lab.run.make_method import Batch, Loss, Search
 from slimstart.lab.run.program import Program
 from slimstart.lab.run.run_folder import Run
@@ -208,7 +208,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Stopping(Unwatched):
+class Stopping(Watcher):
     """Asks to stop after so many questions: one after each step, one after each epoch."""
 
     def __init__(self, after: int) -> None:
@@ -258,7 +258,7 @@ def test_rows_behind_the_checkpoint_are_measured_again(flipped: Path, tmp_path: 
 def watching(known: Sequence[FlipRow] = ()) -> tuple[FlipWatcher, list[tuple[FlipRow, ...]]]:
     """A watcher after the first of many epochs, and what it has kept."""
     kept: list[tuple[FlipRow, ...]] = []
-    watcher = FlipWatcher(dataclasses.replace(FLIP, every=2), Unwatched(), kept.append, known)
+    watcher = FlipWatcher(dataclasses.replace(FLIP, every=2), Watcher(), kept.append, known)
     watcher.program = SimpleNamespace(recipe=TINY, method=SimpleNamespace(searching=True))  # type: ignore[assignment]
     return watcher, kept
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from slimstart.errors import ConfigError
 from slimstart.lab.recipes.presets import preset
 from slimstart.lab.recipes.recipe import Recipe, as_toml, merged, read
 from slimstart.lab.run.evaluation import evaluate
@@ -60,35 +59,6 @@ def test_another_optimizer_drops_the_settings_of_the_former_one(tmp_path: Path) 
     assert merged(other, {"optimizer": "sgd"}).momentum == 0.9
     (tmp_path / "recipe.toml").write_text(as_toml(MODERN))
     assert read(tmp_path / "recipe.toml", MODERN.model) == MODERN
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer": "lion"}, "`optimizer` is 'lion'; it must be one of sgd, adam, adamw, rmsprop"),
-        ({"beta1": 0.9}, "`beta1` is 0.9, but the optimizer sgd has no such setting; .* choose adam, adamw"),
-        ({"optimizer": "adamw", "momentum": 0.9}, "`momentum` is 0.9, but the optimizer adamw has no such .*rmsprop"),
-        ({"optimizer": "adamw", "nesterov": True}, "`nesterov` is True, but the optimizer adamw .* choose sgd"),
-        ({"nesterov": True, "momentum": 0.0}, "`nesterov` needs momentum, and `momentum` is 0.0"),
-        ({"optimizer": "adam", "beta2": 1.0}, "`beta2` is 1.0; it must be at least 0 and less than 1"),
-        ({"optimizer": "adam", "eps": 0.0}, "`eps` is 0.0; it must be positive"),
-        ({"ema_decay": 1.0}, "`ema_decay` is 1.0; it must be between 0 and 1"),
-        (
-            {"ema_decay": 0.9, "method": "l1"},
-            "the method l1 trains several networks, .* choose one of slimstart, dense",
-        ),
-        ({"ema_decay": 0.9, "policy": "paper"}, "another sub-network at each step, .* choose the policy equal_worth"),
-        ({"ema_decay": 0.9, "full_model_device": "cpu"}, "averages of weights in the host's memory are not supported"),
-        ({"mixup": -1.0}, "`mixup` is -1.0; it must not be negative"),
-        ({"cutmix": float("nan")}, "`cutmix` is nan; it must not be negative or infinite"),
-        ({"rand_augment_magnitude": 5.0}, "`rand_augment` is 0; leave the magnitude out"),
-        ({"rand_augment": 2, "rand_augment_magnitude": 31.0}, r"`rand_augment_magnitude` is 31.0; .* in \[0, 30\]"),
-    ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
-)
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Recipe(**settings)
 
 
 def test_the_loss_of_mixed_labels_is_that_of_a_slow_reference() -> None:

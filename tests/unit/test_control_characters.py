@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slimstart.lab import records
-from slimstart.lab.cli.display import SafeFormatter, console, errors, show_records
+from slimstart.lab.cli.display import SafeFormatter, console, errors, show_records, show_table
 from slimstart.lab.control_characters import visible
 from slimstart.lab.reports import markdown, page
 from tests.records import make
@@ -53,6 +53,12 @@ def test_tables_pages_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for output in (captured.out, captured.err):
         assert not ACTING.search(output)
         assert "\\x1b" in output
+
+
+def test_marks_of_rich_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print("runs/[red]:warning:")
+    show_table(["[bold]a"], [["[/]:b:"]])
+    assert capsys.readouterr().out.split() == ["runs/[red]:warning:", "[bold]a", "[/]:b:"]
 
 
 def test_messages_of_the_log() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from slimstart.errors import ConfigError, DataError
 from slimstart.lab.data import NAMES, load
 from slimstart.lab.data.arrays import ArraySet, as_tensors
-from slimstart.lab.data.batches import ImageData, generator, hold_out
+from slimstart.lab.data.batches import ImageData, Loading, generator, hold_out
 
 MEAN, STD = (0.3, 0.5, 0.7), (0.2, 0.25, 0.3)
 
@@ -27,9 +27,7 @@ def small_set(num_images: int = 23, side: int = 6, padding: int = 2) -> ArraySet
 
 
 def batches(batch_size: int = 5, seed: int = 0, validation: int = 0, device: str = "cpu", **kwargs: int) -> ImageData:
-    return small_set(**kwargs).batches(
-        batch_size=batch_size, seed=seed, device=torch.device(device), validation=validation
-    )
+    return small_set(**kwargs).batches(Loading(batch_size, seed, torch.device(device), validation))
 
 
 def variants(image: np.ndarray, padding: int) -> dict[bytes, tuple[int, int, bool]]:

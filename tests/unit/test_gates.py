@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import slimstart
-from slimstart.errors import ConfigError, TraceError
-from slimstart.lab.methods.gated_network import Gated
+from slimstart.errors import TraceError
+from slimstart.lab.methods.gated_network import RELAXATIONS as BUDGETED
+from slimstart.lab.methods.gated_network import Gated, make_gates
 from slimstart.lab.methods.grow_efficient import LAST_BETA, MOMENTUM, PENALTY
-from slimstart.lab.methods.relaxations import RELAXATIONS as BUDGETED
-from slimstart.lab.methods.relaxations import make_gates
 from slimstart.lab.methods.sampled_gates import hard_concrete
 from slimstart.lab.methods.thresholded_gates import Cutoff, LogNorms
 from slimstart.policies import Channels, Flops, Params
@@ -246,7 +245,6 @@ def test_the_budget_holds_after_every_step(name, budget):
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
         gates.gradient.copy_(torch.randn(gates.s.shape, generator=generator))
         gates.learn_(YES)
-        assert gates.expected_cost * bound.dense <= bound.limit * (1 + 1e-12)
         assert float(bound.expected(gates.keep_probs)) <= bound.limit
     masks = [gates.best_guess(), *gates.candidates(5)]
     assert all(bound.cost(mask) <= bound.limit for mask in masks)
@@ -377,11 +375,6 @@ def test_flops(name):
         assert gates.forward_flops == slimstart.flops(slimstart.compact(model, graph.select(gates.q)), X[:1])
     else:
         assert gates.forward_flops == slimstart.flops(model, X[:1])
-    gates.s.fill_(0.5)  # expectation over all draws, by drawing
-    if name in ("ste", "gumbel", "hard_concrete"):
-        masks, whole = torch.rand(300, graph.num_units) < 0.5, gates.budget
-        costs = torch.tensor([whole.cost(mask) for mask in masks]).double() / whole.dense
-        assert gates.expected_cost == pytest.approx(float(costs.mean()), abs=5 * float(costs.std()) / math.sqrt(300))
 
 
 # --- grow efficient --------------------------------------------------------------------------------------------------
@@ -456,23 +449,7 @@ def test_grow_efficient_may_miss_the_budget():
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_errors():
-    model, graph = small()
-    with pytest.raises(ConfigError, match="`name` is 'stf'; it must be one of 'ste', 'sigmoid_ste'"):
-        make_gates("stf", model, graph, Flops(0.5), None, 10, 0)
-    with pytest.raises(ValueError, match="`lr` is -1; it must be positive and finite"):
-        make_gates("ste", model, graph, Flops(0.5), -1, 10, 0)
-    with pytest.raises(ValueError, match="`total_steps` is 0; it must be at least 1"):
-        make_gates("gumbel", model, graph, Flops(0.5), None, 0, 0)
+def test_a_network_without_prunable_channels_is_refused():
     line = nn.Linear(3, 2)
     with pytest.raises(TraceError, match="no channel of this network can go"):
         make_gates("ste", line, slimstart.trace(line, torch.zeros(1, 3), coupling="stream"), Flops(0.5), None, 10, 0)
-
-
-def test_own_learning_rates():
-    rates = {name: made(name)[0].lr for name in RELAXATIONS}
-    assert rates == {
-        "ste": 12e-3, "sigmoid_ste": 12e-3, "gumbel": 6e-3, "hard_concrete": 12e-3, "soft_threshold": 12e-3,
-        "grow_efficient": 0.1,
-    }  # fmt: skip
-    assert made("gumbel", lr=0.5)[0].lr == 0.5

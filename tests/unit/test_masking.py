@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from study.masked_network import MaskedNetwork
 from torch import Tensor, nn
 
 import slimstart
 from slimstart.graph import ChannelGraph
-from slimstart.lab.methods.masked_network import MaskedNetwork
 from tests.zoo import ZOO, call, cast, shake, tensors
 
 FEW = ("vgg_bn", "resnet_option_a", "mobilenet_v2", "tied_autoencoder")

@@ -9,7 +9,7 @@ import torch
 
 from slimstart.errors import ConfigError, DataError
 from slimstart.lab.data import load
-from slimstart.lab.data.rand_augment import RandAugment
+from slimstart.lab.data.augmentation import RandAugment
 from slimstart.lab.recipes.recipe import Recipe, as_toml, read
 from slimstart.lab.run.run_folder import Run
 from tests import own_data

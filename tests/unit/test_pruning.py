@@ -23,7 +23,6 @@ from slimstart.lab.methods import (
     l1_filter,
     provable,
     random_mask,
-    random_structure,
     slimming,
     soft_filter,
     thinet,
@@ -31,7 +30,7 @@ from slimstart.lab.methods import (
 from slimstart.lab.methods.pruning import Choose, Trained, even_rounds, filter_norms, filter_rows
 from slimstart.lab.methods.shares import keep_best, keep_share, largest_within
 from slimstart.lab.methods.thresholded_gates import LogNorms
-from slimstart.narrow import compact
+from slimstart.narrow import compact, compact_fresh
 from slimstart.policies import Budget, Channels, Flops, Params
 from slimstart.policies.masks import places
 from tests.tiny_networks import with_dropout
@@ -462,10 +461,11 @@ def test_random_widths_meet_the_budget(budget: Budget) -> None:
 
 
 def test_a_random_structure_is_initialised_for_its_size() -> None:
-    model, budget = plain(), Flops(0.4)
+    model = plain()
     graph = trace(model, torch.zeros(1, 3, 8, 8), "stream")
-    small = random_structure(model, graph, budget, torch.Generator().manual_seed(2))
-    a, b, _ = map(len, by_group(random_mask(graph, budget, torch.Generator().manual_seed(2)), graph))
+    mask = random_mask(graph, Flops(0.4), torch.Generator().manual_seed(2))
+    small = compact_fresh(model, graph.select(mask))
+    a, b, _ = map(len, by_group(mask, graph))
     wanted = model.get_parameter("3.weight")[:b, :a] * (10 / a) ** 0.5
     torch.testing.assert_close(small.get_parameter("3.weight"), wanted)
     assert torch.equal(small.get_parameter("4.bias"), model.get_parameter("4.bias")[:b])

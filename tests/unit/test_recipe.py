@@ -1,4 +1,4 @@
-"""Recipes: refused settings, files, and presets with the rows of the paper."""
+"""Recipes: refused settings, files, presets with the rows of the paper, and learning rates step by step."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from slimstart.errors import ConfigError
 from slimstart.graph import trace
 from slimstart.lab.recipes.presets import CIFAR, IMAGENET, PRESETS, preset
 from slimstart.lab.recipes.recipe import Recipe, as_toml, make_model, merged, parse_budget, read
-from slimstart.lab.recipes.schedules import learning_rate
+from slimstart.lab.recipes.schedules import learning_rate, parse_schedule
 from slimstart.policies import Channels, Flops, JointBudget, Paper, Params
 
 
@@ -50,18 +50,66 @@ def test_all_problems_are_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"method": "dense", "budget": "flops=0.1"}, "the method dense has no budget; leave it out"),
+        ({"model": "mine:make", "width": 0.5}, "`width` is 0.5, but it only applies to networks of ours"),
+        ({"warmup_epochs": 500.0}, "`warmup_epochs` is 500.0; it must be less than `epochs`, 300"),
+        ({"settle_at": 1.5}, r"`settle_at` is 1.5; it must be in \[0, 1\]"),
+        # the policy
+        ({"policy": "best"}, "`policy` is 'best'; it must be one of equal_worth, paper"),
+        ({"policy": "equal_worth", "coupling": "filter"}, "the policy equal_worth needs stream"),
+        ({"policy": "equal_worth", "estimator": "gumbel"}, "`estimator` is 'gumbel', but only the policy paper has it"),
+        # the place of the dense network
         ({"full_model_device": "cuda"}, "`full_model_device` is 'cuda'; it must be cpu, or left out"),
-        ({"method": "uniform"}, "the method uniform has no dense network besides .* choose the method slimstart"),
-        ({"method": "dense", "budget": None}, "the method dense has no dense network beside"),
         (
-            {"policy": "paper", "estimator": "gumbel"},
+            {"full_model_device": "cpu", "method": "uniform"},
+            "the method uniform has no dense network besides .* choose the method slimstart",
+        ),
+        (
+            {"full_model_device": "cpu", "method": "dense", "budget": None},
+            "the method dense has no dense network beside",
+        ),
+        (
+            {"full_model_device": "cpu", "policy": "paper", "estimator": "gumbel"},
             "the estimator gumbel trains the dense network; .* choose one of .*vr_pge",
         ),
+        # methods and their schedules
+        ({"rounds": 0}, "`rounds` is 0; it must be at least 1"),
+        ({"rounds": 2}, "`rounds` is 2, .* `finetune_epochs` is 0"),
+        ({"rounds": 4, "finetune_epochs": 3}, "`rounds` is 4, .* `finetune_epochs` is 3"),
+        ({"penalty": -1.0}, r"`penalty` is -1\.0; .* negative"),
+        ({"protocol": "fair"}, "`protocol` is 'fair'; it must be one of original, uniform"),
+        (
+            {"method": "l2"},
+            "`method` is 'l2'; it must be one of .*l1, soft, thinet, provable, slimming, grow-efficient",
+        ),
+        ({"estimator": "straight"}, "`estimator` is 'straight'; it must be one of .*ste, sigmoid_ste, gumbel"),
+        ({"method": "soft", "budget": None}, "`budget` is missing; the method soft needs one"),
+        ({"structure_lr": 0.0}, r"`structure_lr` is 0\.0; it must be positive"),
+        # optimizers, averages and augmentation
+        ({"optimizer": "lion"}, "`optimizer` is 'lion'; it must be one of sgd, adam, adamw, rmsprop"),
+        ({"beta1": 0.9}, "`beta1` is 0.9, but the optimizer sgd has no such setting; .* choose adam, adamw"),
+        ({"optimizer": "adamw", "momentum": 0.9}, "`momentum` is 0.9, but the optimizer adamw has no such .*rmsprop"),
+        ({"optimizer": "adamw", "nesterov": True}, "`nesterov` is True, but the optimizer adamw .* choose sgd"),
+        ({"nesterov": True, "momentum": 0.0}, "`nesterov` needs momentum, and `momentum` is 0.0"),
+        ({"optimizer": "adam", "beta2": 1.0}, "`beta2` is 1.0; it must be at least 0 and less than 1"),
+        ({"optimizer": "adam", "eps": 0.0}, "`eps` is 0.0; it must be positive"),
+        ({"ema_decay": 1.0}, "`ema_decay` is 1.0; it must be between 0 and 1"),
+        (
+            {"ema_decay": 0.9, "method": "l1"},
+            "the method l1 trains several networks, .* choose one of slimstart, dense",
+        ),
+        ({"ema_decay": 0.9, "policy": "paper"}, "another sub-network at each step, .* choose the policy equal_worth"),
+        ({"ema_decay": 0.9, "full_model_device": "cpu"}, "averages of weights in the host's memory are not supported"),
+        ({"mixup": -1.0}, "`mixup` is -1.0; it must not be negative"),
+        ({"cutmix": float("nan")}, "`cutmix` is nan; it must not be negative or infinite"),
+        ({"rand_augment_magnitude": 5.0}, "`rand_augment` is 0; leave the magnitude out"),
+        ({"rand_augment": 2, "rand_augment_magnitude": 31.0}, r"`rand_augment_magnitude` is 31.0; .* in \[0, 30\]"),
     ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
 )
-def test_impossible_devices_of_the_dense_network_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Recipe(**{"full_model_device": "cpu", **settings})
+        Recipe(**settings)
 
 
 def test_the_former_name_of_a_method_is_accepted_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -239,6 +287,50 @@ def test_an_unknown_preset_is_refused_with_suggestions() -> None:
 # --------------------------------------------------------------------------- the learning rate
 
 
+def all_rates(steps_per_epoch: int = 4, **settings: Any) -> list[float]:
+    recipe = Recipe(**settings)
+    return [learning_rate(recipe, step, steps_per_epoch) for step in range(recipe.total_epochs * steps_per_epoch)]
+
+
+def test_steps_by_hand() -> None:
+    found = all_rates(epochs=4, lr=0.2, schedule="steps:0.5,0.75x0.1")
+    assert found == pytest.approx([0.2] * 8 + [0.02] * 4 + [0.002] * 4)
+    found = all_rates(epochs=2, lr=1.0, schedule="steps:0.3x0.5")  # of 8 steps: from the one that begins at 3/8 on
+    assert found == pytest.approx([1.0] * 3 + [0.5] * 5)
+
+
+def test_schedule_steps_are_fractions_of_the_epochs_after_warm_up() -> None:
+    found = all_rates(epochs=3, lr=1.0, warmup_epochs=1.0, schedule="steps:0.5x0.1")
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8] + [1.0] * 4 + [0.1] * 4)
+
+
+def test_fine_tuning_has_its_own_schedule() -> None:
+    settings = {"epochs": 1, "lr": 1.0, "schedule": "constant", "finetune_epochs": 2, "finetune_lr": 0.5}
+    assert all_rates(**settings) == [1.0] * 4 + [0.5] * 8
+    found = all_rates(**settings, finetune_schedule="steps:0.25,0.5x0.2")
+    assert found == pytest.approx([1.0] * 4 + [0.5] * 2 + [0.1] * 2 + [0.02] * 4)
+    found = all_rates(**settings, finetune_schedule="cosine")
+    assert found[4] == 0.5
+    assert found[8] == pytest.approx(0.25)
+    assert found[4:] == sorted(found[4:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "linear", "cosine:", "constant:0.5", "step:0.5x0.1", "steps", "steps:", "steps:x0.1", "steps:0.5"),
+        *("steps:0.5x", "steps:0.5x1", "steps:0.5x0", "steps:0.5x-0.1", "steps:0.5xnan", "steps:0.5x0.1x0.1"),
+        *("steps:0x0.1", "steps:1x0.1", "steps:-0.5x0.1", "steps:nanx0.1", "steps:0.75,0.5x0.1", "steps:0.5,,0.7x0.1"),
+    ],
+)
+def test_wrong_schedules_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"it must be cosine, constant, or steps such as steps:0\.5,0\.75x0\.1"):
+        parse_schedule(text)
+    for name in ("schedule", "finetune_schedule"):
+        with pytest.raises(ConfigError, match=f"`{name}` is '{text}'; it must be cosine"):
+            Recipe(**{name: text})  # type: ignore[arg-type]
+
+
 def test_the_learning_rate_by_hand() -> None:
     recipe = dataclasses.replace(Recipe(), epochs=10, lr=1.0, warmup_epochs=2.0, finetune_epochs=2, finetune_lr=0.01)
     rates = [learning_rate(recipe, step, steps_per_epoch=5) for step in range(60)]
@@ -264,9 +356,3 @@ def test_another_policy_resets_settings_of_the_paper() -> None:
     assert (own.coupling, own.resample_every) == (None, None)
     assert merged(own, {"resample_every": 7, "policy": "paper"}).resample_every == 7
     assert merged(preset("vgg16-cifar10"), {"policy": "paper"}) == preset("vgg16-cifar10")
-    with pytest.raises(ConfigError, match="the policy equal_worth needs stream"):
-        Recipe(policy="equal_worth", coupling="filter")
-    with pytest.raises(ConfigError, match="`estimator` is 'gumbel', but only the policy paper has it"):
-        Recipe(policy="equal_worth", estimator="gumbel")
-    with pytest.raises(ConfigError, match="`policy` is 'best'; it must be one of equal_worth, paper"):
-        Recipe(policy="best")

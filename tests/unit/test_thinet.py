@@ -35,11 +35,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv2d circular": (lambda: nn.Conv2d(3, 5, 3, padding=(2, 1), padding_mode="circular"), (2, 3, 5, 6)),
     "conv2d one image": (lambda: nn.Conv2d(3, 5, 3), (3, 5, 6)),
     "conv3d": (lambda: nn.Conv3d(2, 3, (1, 3, 2), padding=(0, 1, 1), bias=False), (2, 2, 3, 4, 4)),
-    "transposed 1d": (lambda: nn.ConvTranspose1d(3, 5, 4, stride=3, padding=2, output_padding=1), (2, 3, 5)),
-    "transposed 2d": (
-        lambda: nn.ConvTranspose2d(3, 5, (3, 2), stride=2, padding=(0, 3), output_padding=1, dilation=(2, 3)),
-        (2, 3, 4, 5),
-    ),
 }
 
 

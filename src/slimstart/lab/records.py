@@ -41,7 +41,7 @@ FORMER_METHODS = {"narrow": "uniform"}
 POSITIVE = frozenset("epochs batch_size epoch dense dense_flops dense_params dense_train_flops step_ms".split())
 PERCENT = frozenset(("accuracy", "test_accuracy"))
 SMALLEST, LARGEST = 1e-9, 1e30
-# More than any network or data set has: what is drawn and allocated by these numbers has an end.
+# More than any network or data set has. These limits bound the memory that a report or a network takes.
 MAX_LAYERS, MAX_STRUCTURES, MAX_CLASSES, MAX_IMAGE = 4096, 1000, 1 << 20, 1 << 26
 
 
@@ -201,13 +201,20 @@ def _sealed(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(plain | {"digest": digest(plain)}, indent=1) + "\n").encode()
 
 
-def _unsealed(content: Any, file: Path) -> Any:
+def _content(file: Path, what: str) -> Any:
     """Content of a JSON file, without its digest; older files have none.
 
     Raises:
-        RecordError: the digest is not that of the other fields.
+        RecordError: it cannot be read, or the digest is not that of the other fields.
     """
-    if isinstance(content, dict) and "digest" in content and content.pop("digest") != digest(content):
+    try:
+        content = json.loads(read_bytes(file, MAX_BYTES))
+        # Python's reader accepts NaN, 1e999 and half a surrogate pair, which JSON does not; its strict writer refuses.
+        json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
+        changed = isinstance(content, dict) and "digest" in content and content.pop("digest") != digest(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{file} cannot be read as {what}: {error}") from error
+    if changed:
         raise RecordError(f"{file} has been changed after it was written: its digest is not that of its fields")
     return content
 
@@ -223,15 +230,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     if not file.is_file():
         way_out = "the run is not finished; continue it with --resume" if path.is_dir() else "give a run's folder"
         raise RecordError(f"{file} does not exist: {way_out}")
-    try:
-        content = json.loads(read_bytes(file, MAX_BYTES))
-        # Python reads what is not JSON (NaN, 1e999) or not text (half a surrogate pair); its strict writer refuses.
-        json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
-        content = _unsealed(content, file)
-    except RecordError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{file} cannot be read as JSON: {error}") from error
+    content = _content(file, "JSON")
     for names in (content, content.get("config")) if isinstance(content, dict) else ():
         if isinstance(names, dict) and isinstance(former := names.get("method"), str):
             names["method"] = FORMER_METHODS.get(former, former)
@@ -251,13 +250,7 @@ def read_plain(kind: type[Kind], path: str | os.PathLike[str], schema: str, what
     """
     path = Path(path)
     file = path / "record.json" if path.is_dir() else path
-    try:
-        content = _unsealed(json.loads(read_bytes(file, MAX_BYTES)), file)
-    except RecordError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{file} cannot be read as the record of {what}: {error}") from error
-    return of_schema(kind, content, schema, file, what)
+    return of_schema(kind, _content(file, f"the record of {what}"), schema, file, what)
 
 
 def of_schema(kind: type[Kind], content: Any, schema: str, file: Path, what: str) -> Kind:

@@ -71,7 +71,7 @@ def compare(
     try:
         outcomes = _run(planned, folder, place)
     except Interrupted:
-        console.print(f"saved; to go on: {command()}", markup=False, soft_wrap=True)
+        console.print(f"saved; to go on: {command()}", soft_wrap=True)
         raise typer.Exit(130) from None
     _report(outcomes, folder)
 
@@ -81,7 +81,7 @@ def _run(planned: Sequence[Trial], folder: Path, place: Place) -> list[Outcome]:
     from slimstart.lab.run.comparison import carry_out
 
     outcomes = []
-    console.print(f"comparing in {folder}: {len(planned)} runs", markup=False)
+    console.print(f"comparing in {folder}: {len(planned)} runs")
     with (
         ComparisonDisplay([trial.name for trial in planned], planned[0].recipe.total_epochs) as display,
         display.stoppable(),
@@ -104,9 +104,9 @@ def _report(outcomes: Sequence[Outcome], folder: Path) -> None:
     if found := [outcome.record for outcome in outcomes if outcome.record is not None]:
         show_records(found)
         atomic.write(folder / "table.md", markdown(found).encode())
-        console.print(f"table: {folder / 'table.md'}", markup=False)
+        console.print(f"table: {folder / 'table.md'}")
         write_report(found, folder / "report.html")
     if failed := [outcome for outcome in outcomes if outcome.record is None]:
         for outcome in failed:
-            errors.print(f"failed: {outcome.trial.name}: {outcome.failure}", style="red", markup=False, soft_wrap=True)
+            errors.print(f"failed: {outcome.trial.name}: {outcome.failure}", style="red", soft_wrap=True)
         raise typer.Exit(1)

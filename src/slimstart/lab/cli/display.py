@@ -11,19 +11,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from slimstart.lab.control_characters import visible
+from slimstart.lab.run.callbacks import Status, Watcher
 
 if TYPE_CHECKING:
     from slimstart.lab.records import Epoch, Record
-    from slimstart.lab.run.callbacks import Status
 
 
 class _SafeConsole(Console):
-    """A console that shows control characters in text as escapes: names and messages come from files."""
+    """A console that prints text literally, with control characters as escapes: names and messages come from files."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def print(self, *objects: Any, **settings: Any) -> None:
         super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **settings)
@@ -46,12 +48,12 @@ class _Console(_SafeConsole):
 
 # Into a file or a pipe, lines are as long as they need to be.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
-console = _Console(highlight=False, width=_WIDTH)
-errors = _SafeConsole(stderr=True, highlight=False)
+console = _Console(width=_WIDTH)
+errors = _SafeConsole(stderr=True)
 
 
-class TrainingDisplay:
-    """A `Watcher` with a live line for the step and one line for every epoch; Ctrl-C asks to stop."""
+class TrainingDisplay(Watcher):
+    """A live line for the step and one line for every epoch; Ctrl-C asks to stop."""
 
     def __init__(self, total_epochs: int) -> None:
         self.total_epochs = total_epochs
@@ -117,7 +119,6 @@ class TrainingDisplay:
             f"loss {epoch.train_loss:.3f}  accuracy {_percent(epoch.test_accuracy)}  "
             f"FLOPs {100 * epoch.flops_ratio:5.1f} %  cost {100 * epoch.train_flops / epoch.dense_train_flops:5.1f} %"
             f"  {epoch.images_per_second:,.0f} images/s  {_clock(epoch.seconds)}",
-            markup=False,
         )
 
     def downloading(self, done: int, total: int | None) -> None:
@@ -129,7 +130,7 @@ class TrainingDisplay:
             self._download.stop()
 
     def resumed(self, epoch: int, batch: int) -> None:
-        console.print(f"going on in epoch {epoch}, after {batch} of its batches", markup=False)
+        console.print(f"going on in epoch {epoch}, after {batch} of its batches")
 
 
 class ComparisonDisplay(TrainingDisplay):
@@ -152,11 +153,10 @@ class ComparisonDisplay(TrainingDisplay):
         console.print(
             f"{self._head}  accuracy {_percent(record.accuracy)}  FLOPs {100 * record.flops_ratio:5.1f} %  "
             f"cost {100 * record.train_flops / record.dense_train_flops:5.1f} %  {_clock(record.train_seconds)}",
-            markup=False,
         )
 
     def fail(self, reason: str) -> None:
-        console.print(f"{self._head}  failed: {reason}", markup=False, soft_wrap=True)
+        console.print(f"{self._head}  failed: {reason}", soft_wrap=True)
 
     def _advance(self, share: float) -> None:
         """Show all runs, with this share of the present one done."""
@@ -175,15 +175,15 @@ class ComparisonDisplay(TrainingDisplay):
         """The run's own files have its epochs."""
 
     def resumed(self, epoch: int, batch: int) -> None:
-        console.print(f"{self._head}  goes on in epoch {epoch}, after {batch} of its batches", markup=False)
+        console.print(f"{self._head}  goes on in epoch {epoch}, after {batch} of its batches")
 
 
 def show_records(records: Sequence[Record]) -> None:
-    """A comparison table for each network; a few runs stand side by side, which fits a narrow terminal."""
+    """A comparison table for each network; a few runs are shown as columns, which fits a narrow terminal."""
     from slimstart.lab.reports import by_network, shown, summarise
 
     for network, rows in by_network(summarise(records)).items():
-        console.print(network, markup=False)
+        console.print(network)
         cells = shown(rows)
         if len(rows) > 3 and _width(cells) > console.width:
             cells = shown(rows, essential=True)
@@ -195,9 +195,9 @@ def show_records(records: Sequence[Record]) -> None:
 def show_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
-        table.add_column(escape(visible(title)), overflow="fold")  # half a name is none
+        table.add_column(visible(title), overflow="fold")  # half a name is none
     for row in rows:
-        table.add_row(*(escape(visible(cell)) for cell in row))
+        table.add_row(*map(visible, row))
     console.print(table)
 
 

@@ -82,7 +82,7 @@ def main() -> None:
         if debug:
             sys.excepthook = _show_traceback
             raise
-        errors.print(f"error: {_one_line(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"error: {_one_line(error)}", style="red", soft_wrap=True)
         sys.exit(2 if isinstance(error, ConfigError | BudgetError) else 1)
 
 

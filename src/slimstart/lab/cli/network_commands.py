@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 OwnModel = Annotated[
     str | None,
-    typer.Option("--model", help="Your module:factory, if the run used one; no file alone makes it run."),
+    typer.Option(
+        "--model", help="module:factory of your own network, if the run used one: no file alone makes it run."
+    ),
 ]
 
 
 Network = Annotated[str, typer.Argument(help="Network: one of ours, timm:NAME, or your own code as module:factory.")]
 Image = Annotated[str, typer.Option(help="Shape of an image: CHANNELSxHEIGHTxWIDTH.")]
 Classes = Annotated[int, typer.Option("--num-classes", help="Number of classes.")]
-OwnData = Annotated[str | None, typer.Option("--data", help="Your module:factory for the data, if the run used one.")]
+OwnData = Annotated[str | None, typer.Option("--data", help="module:factory of your own data, if the run used one.")]
 
 
 class Format(StrEnum):
@@ -99,7 +101,7 @@ def export(
     if format is Format.safetensors:
         out = out.with_name(out.name.removesuffix(".safetensors") + ".safetensors")
         files.save(network, out)
-        console.print(f"{out}, and {out.with_suffix('.json')}, its structure", markup=False)
+        console.print(f"{out}, and {out.with_suffix('.json')}, its structure")
         return
     writers = {
         Format.onnx: exporting.to_onnx,
@@ -110,7 +112,7 @@ def export(
     verdict = (
         "not checked: onnxruntime is not installed" if difference is None else f"differs by {difference:.1e} at most"
     )
-    console.print(f"{out}: {verdict}", markup=False)
+    console.print(f"{out}: {verdict}")
 
 
 def inspect(
@@ -120,7 +122,7 @@ def inspect(
     coupling: Annotated[
         str,
         typer.Option(
-            help="Masks of layers that write into one stream: stream (shared) or filter (their own, as in the paper)."
+            help="Layers that write into the same residual stream share one mask (stream) or have one each (filter)."
         ),
     ] = "stream",
     budget: Annotated[
@@ -157,14 +159,14 @@ def inspect(
         row = [kind.__name__.lower(), f"{bound.dense:,}", f"{bound.minimum / bound.dense:.4f}"]
         costs.append(row if mask is None else [*row, f"{bound.cost(mask) / bound.dense:.4f}"])
     show_table(["cost", "dense", "least fraction"] + ([] if mask is None else ["uniform at the budget"]), costs)
-    console.print(f"{graph.coverage:.1%} of the FLOPs can shrink", markup=False)
+    console.print(f"{graph.coverage:.1%} of the FLOPs can shrink")
 
 
 def bench(
     model: Network,
     budget: Annotated[str, typer.Option(help="Budget, or several as in flops=0.25,flops=0.10.")] = "flops=0.10",
     policy: Annotated[str, typer.Option(help="Policy of slimstart: equal_worth or paper.")] = "equal_worth",
-    batch_size: Annotated[int, typer.Option(help="Images per step; random ones are used.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Number of images per step; they are random.")] = 64,
     image: Image = "3x32x32",
     num_classes: Classes = 10,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, ...; auto chooses a GPU if there is one.")] = "auto",
@@ -172,7 +174,7 @@ def bench(
         str, typer.Option(help="How steps run: eager, graphs (CUDA graphs), or auto for the faster of them.")
     ] = "auto",
     precision: Annotated[str, typer.Option(help="Compute precision: float32, tf32 or bfloat16.")] = "float32",
-    rounds: Annotated[int, typer.Option(help="Measurements of each network.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each network.")] = 20,
 ) -> None:
     """Measure a training step: of the dense network, the uniform network of each budget, and slimstart.
 

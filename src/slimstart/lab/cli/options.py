@@ -28,7 +28,9 @@ def where(
         str, typer.Option(help="Device that trains: cpu, cuda, cuda:1, ...; auto chooses a GPU if there is one.")
     ] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode the images of an image_folder.")] = 4,
-    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between two checkpoints, at least.")] = 60.0,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(help="Save a checkpoint once this many seconds have passed since the last one.")
+    ] = 60.0,
     step_times: Annotated[
         bool, typer.Option("--step-times", help="Measure the time of a training step at the end of the run.")
     ] = False,

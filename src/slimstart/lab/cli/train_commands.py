@@ -84,7 +84,7 @@ def _train(
         ranks.first(lambda: stack.enter_context(run.locked()))
         settings, going_on, finished = ranks.first(lambda: _opened(run, name, resume, asked))
         if finished:
-            console.print(f"{run.folder} is finished already", markup=False)
+            console.print(f"{run.folder} is finished already")
             record = ranks.first(lambda: records.read(run.record))
         else:
             display = TrainingDisplay(settings.total_epochs)
@@ -94,11 +94,11 @@ def _train(
                     if not going_on:  # after everything that can be refused
                         ranks.first(lambda: run.create(settings))
                     what = f"training {settings.model} on {settings.data} ({settings.method}) in {run.folder}"
-                    console.print(what + (f" on {ranks.size} ranks" if ranks.size > 1 else ""), markup=False)
+                    console.print(what + (f" on {ranks.size} ranks" if ranks.size > 1 else ""))
                     with display.stoppable():
                         record = program.train()
             except Interrupted:
-                console.print(f"saved; to go on: {_resume_command(run, asked, place)}", markup=False, soft_wrap=True)
+                console.print(f"saved; to go on: {_resume_command(run, asked, place)}", soft_wrap=True)
                 raise typer.Exit(130) from None
         if ranks.rank == 0:
             show_records([record])
@@ -170,7 +170,7 @@ def write_report(records: Sequence[Record], path: Path) -> None:
     try:
         from slimstart.lab.reports import page
     except ImportError as error:  # matplotlib is not needed for training
-        console.print(f"no report page is written: {error}", markup=False)
+        console.print(f"no report page is written: {error}")
         return
     page.write(records, path)
-    console.print(f"report: {path}", markup=False)
+    console.print(f"report: {path}")

@@ -3,7 +3,7 @@
 Here live the embedded set (`fashion`), CIFAR, Tiny ImageNet and folders of images, and what reads them: archives
 without extraction, pickles without execution, downloads that resume. Nothing here knows networks. Open `batches.py`
 first; `arrays.py` is the loader for everything that fits in memory, `own_data.py` says what a factory of the user's own
-returns, `rand_augment.py` and `mixing.py` are augmentation.
+returns, `augmentation.py` has RandAugment, mixup and CutMix.
 """
 
 from slimstart.lab.data.arrays import ArraySet

@@ -15,20 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimstart.errors import DataError
+from slimstart.lab.data.augmentation import EpochDraws
 from slimstart.lab.data.batches import (
-    RAND_AUGMENT,
     TEST_BATCHES,
-    WHOLE,
     ImageData,
+    Loading,
     Normalise,
-    Share,
     digest_of,
     generator,
     hold_out,
     indices_from,
     num_full_batches,
 )
-from slimstart.lab.data.rand_augment import EpochDraws, RandAugment
 
 IMAGES_AT_ONCE = 4096
 
@@ -46,28 +44,19 @@ class ArraySet:
     padding: int  # pixels by which training images are shifted, at most
     flip: bool = True  # training images are mirrored at random
 
-    def batches(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        device: torch.device,
-        validation: int,
-        share: Share = WHOLE,
-        augment: RandAugment | None = None,
-    ) -> ImageData:
+    def batches(self, loading: Loading) -> ImageData:
         """Both parts on the device; with `validation`, held-out training images replace the test images."""
-        images, labels = self.train
+        (images, labels), validation = self.train, loading.validation
         kept, held = hold_out(len(images), validation)
         test = (images[held], labels[held]) if validation else self.test
         train = (images[kept], labels[kept]) if validation else self.train
-        normalise = Normalise(self.mean, self.std, device)
+        normalise = Normalise(self.mean, self.std, loading.device)
         return ImageData(
             name=self.name,
             num_classes=self.num_classes,
             image_shape=(images.shape[1], images.shape[2], images.shape[3]),
-            train=Augmented(*train, batch_size, normalise, self.padding, seed, device, share, augment, self.flip),
-            test=InOrder(*test, TEST_BATCHES * batch_size, normalise, device, share),
+            train=Augmented(*train, normalise, self.padding, self.flip, loading),
+            test=InOrder(*test, normalise, loading),
             digest=digest_of(train[1].numpy(), test[1].numpy()),
         )
 
@@ -114,18 +103,10 @@ def in_parallel(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) 
 class InOrder:
     """All images in order, without augmentation; the same in every epoch."""
 
-    def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        batch_size: int,
-        normalise: Normalise,
-        device: torch.device,
-        share: Share = WHOLE,
-    ) -> None:
-        self.num_images, self._share = len(images), share
-        self.batch_size = min(batch_size, self.num_images)
-        self._images, self._labels = images.to(device), labels.to(device)
+    def __init__(self, images: Tensor, labels: Tensor, normalise: Normalise, loading: Loading) -> None:
+        self.num_images, self._share = len(images), loading.share
+        self.batch_size = min(TEST_BATCHES * loading.batch_size, self.num_images)
+        self._images, self._labels = images.to(loading.device), labels.to(loading.device)
         self._normalise = normalise
 
     def __len__(self) -> int:
@@ -141,26 +122,17 @@ class Augmented:
     """Shuffled images, each shifted by up to `padding` pixels of black, flipped at random, and changed by `augment`."""
 
     def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        batch_size: int,
-        normalise: Normalise,
-        padding: int,
-        seed: int,
-        device: torch.device,
-        share: Share = WHOLE,
-        augment: RandAugment | None = None,
-        flip: bool = True,
+        self, images: Tensor, labels: Tensor, normalise: Normalise, padding: int, flip: bool, loading: Loading
     ) -> None:
-        self.num_images = len(images)
-        self.batch_size = batch_size
-        self._num_batches = num_full_batches(self.num_images, batch_size, share)
-        self._part, self._share, self._augment = share.of(0, batch_size), share, augment
+        device = loading.device
+        self.num_images, self.batch_size = len(images), loading.batch_size
+        self._num_batches = num_full_batches(self.num_images, loading)
         self._num_shifts, self._flip = 2 * padding + 1, flip
-        self._seed, self._device, self._normalise = seed, device, normalise
+        self._loading, self._device, self._normalise = loading, device, normalise
         # On a GPU the time is that of kernel launches: those of several batches take no longer than those of one.
-        self._at_once = max(1, IMAGES_AT_ONCE // batch_size) if device.type == "cuda" else 1
+        # RandAugment has the operations of one batch after the other.
+        together = device.type == "cuda" and loading.augment is None
+        self._at_once = max(1, IMAGES_AT_ONCE // self.batch_size) if together else 1
         padded = F.pad(images.to(device), (padding,) * 4)
         # Every crop of every image, (N, C, top, left, H, W): a view, in which a batch of crops is one index.
         self._crops = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)
@@ -170,29 +142,26 @@ class Augmented:
         return self._num_batches
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        draws = None
-        if self._augment is not None:
-            random, num_images = generator(self._seed, number, 0, RAND_AUGMENT), len(self) * self.batch_size
-            draws = EpochDraws(self._augment, random, num_images, self.batch_size, self._share)
+        draws = EpochDraws(self._loading, number, len(self) * self.batch_size)
         return in_parallel(self._batches(indices_from(start, len(self)), self._draw(number), draws), self._device)
 
-    def _batches(self, left: range, plan: Tensor, draws: EpochDraws | None) -> Iterator[tuple[Tensor, Tensor]]:
-        at_once, size = self._at_once if draws is None else 1, plan.shape[2]
-        for first in left[::at_once]:
-            end = min(first + at_once, left.stop)
+    def _batches(self, left: range, plan: Tensor, draws: EpochDraws) -> Iterator[tuple[Tensor, Tensor]]:
+        size = plan.shape[2]
+        for first in left[:: self._at_once]:
+            end = min(first + self._at_once, left.stop)
             crops, labels = self._batch(*plan[:, first:end].flatten(1))
-            images = self._normalise(crops if draws is None else draws(crops, first))
+            images = self._normalise(draws(crops, first))
             yield from zip(images.split(size), labels.split(size), strict=True)
 
     def _draw(self, epoch: int) -> Tensor:
         """Which image, top, left and flip, for each position of each batch: int64 (4, batches, B), on the device."""
-        random = generator(self._seed, epoch)
+        random = generator(self._loading.seed, epoch)
         order = random.permutation(self.num_images)
         shifts = random.integers(self._num_shifts, size=(2, self.num_images))
         flips = random.integers(2, size=(1, self.num_images))
         rows = torch.from_numpy(np.concatenate([order[None], shifts, flips]))
         in_batches = rows[:, : len(self) * self.batch_size].unflatten(1, (len(self), self.batch_size))
-        plan: Tensor = in_batches[:, :, self._part].contiguous()
+        plan: Tensor = in_batches[:, :, self._loading.share.of(0, self.batch_size)].contiguous()
         # From pinned memory the copy is queued like a kernel; otherwise the host would wait for the device.
         return plan.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else plan
 

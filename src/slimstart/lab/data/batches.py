@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slimstart.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slimstart.lab.data.augmentation import RandAugment
 
 # Evaluation keeps no activations for a backward, so its batches may be larger: fewer launches on a GPU.
 TEST_BATCHES = 4
@@ -46,6 +49,21 @@ class Share:
 
 
 WHOLE = Share()
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the batches of a data set are made; the fields are described at `load`."""
+
+    batch_size: int
+    seed: int = 0
+    device: torch.device = CPU
+    validation: int = 0
+    image_size: int | None = None
+    num_workers: int = 0
+    share: Share = WHOLE
+    augment: RandAugment | None = None
 
 
 class Batches(Protocol):
@@ -107,8 +125,9 @@ def hold_out(num_images: int, num_held: int) -> tuple[Tensor, Tensor]:
     return order[num_held:].sort().values, order[:num_held].sort().values
 
 
-def num_full_batches(num_images: int, batch_size: int, share: Share = WHOLE) -> int:
+def num_full_batches(num_images: int, loading: Loading) -> int:
     """Batches per epoch of training, without the last short one."""
+    batch_size, share = loading.batch_size, loading.share
     if not 1 <= batch_size <= num_images:
         raise ConfigError(f"`batch_size` is {batch_size}; it must be from 1 to {num_images:,}, the images for training")
     if batch_size < share.size:

@@ -10,8 +10,8 @@ import torch
 
 from slimstart.errors import ConfigError
 from slimstart.lab.data import cifar, fashion, image_folder, own_data, tiny_imagenet
-from slimstart.lab.data.batches import WHOLE, ImageData, Share
-from slimstart.lab.data.rand_augment import RandAugment
+from slimstart.lab.data.augmentation import RandAugment
+from slimstart.lab.data.batches import WHOLE, ImageData, Loading, Share
 from slimstart.lab.own_code import is_factory
 
 NAMES = ("fashion", "cifar10", "cifar100", "tiny_imagenet16", "image_folder")
@@ -60,34 +60,12 @@ def load(
     for argument, value in (("seed", seed), ("num_workers", num_workers)):
         if value < 0:
             raise ConfigError(f"`{argument}` is {value}; it must be 0 or more")
-    folder, device = Path("data" if data_dir is None else data_dir), torch.device(device)
+    folder = Path("data" if data_dir is None else data_dir)
+    loading = Loading(batch_size, seed, torch.device(device), validation, image_size, num_workers, share, augment)
     if name == "image_folder":
-        return image_folder.load(
-            folder,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            validation=validation,
-            image_size=image_folder.IMAGE_SIZE if image_size is None else image_size,
-            num_workers=num_workers,
-            share=share,
-            augment=augment,
-        )
+        return image_folder.load(folder, loading)
     if is_factory(name):
-        found = own_data.from_factory(
-            name,
-            {
-                "data_dir": None if data_dir is None else folder,
-                "image_size": image_size,
-                "batch_size": batch_size,
-                "seed": seed,
-                "device": device,
-                "validation": validation,
-                "num_workers": num_workers,
-                "share": share,
-                "augment": augment,
-            },
-        )
+        found = own_data.from_factory(name, {"data_dir": None if data_dir is None else folder, **vars(loading)})
         if isinstance(found, ImageData):
             return found
         arrays = found
@@ -100,6 +78,4 @@ def load(
     side = arrays.train[0].shape[-1]
     if image_size not in (None, side):
         raise ConfigError(f"`image_size` is {image_size}; {name} has images of {side} x {side}, and only those")
-    return arrays.batches(
-        batch_size=batch_size, seed=seed, device=device, validation=validation, share=share, augment=augment
-    )
+    return arrays.batches(loading)

@@ -20,8 +20,8 @@ Progress = Callable[[int, int | None], None]
 
 _TIMEOUT = 30.0  # seconds without a byte
 _CHUNK = 1 << 18
-_SHORT, _MAX_SHORT = 1 << 20, 5  # attempts that bring fewer bytes than that, and how many of them there may be
-_SLOW, _PATIENCE = 1 << 10, 60.0  # bytes per second that are too slow after so many seconds
+_SHORT, _MAX_SHORT = 1 << 20, 5  # bytes of a short attempt, and the number of short ones that are allowed
+_SLOW, _PATIENCE = 1 << 10, 60.0  # a download ends if it is slower than these bytes per second after this time
 _MAX_BYTES = 1 << 30  # of a file; those that we fetch have 170 MB
 
 

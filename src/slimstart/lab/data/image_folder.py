@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,19 +21,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from slimstart.errors import ConfigError, DataError
 from slimstart.io.files import open_to_read
+from slimstart.lab.data.augmentation import EpochDraws
 from slimstart.lab.data.batches import (
-    RAND_AUGMENT,
-    WHOLE,
     ImageData,
+    Loading,
     Normalise,
-    Share,
     digest_of,
     generator,
     hold_out,
     indices_from,
     num_full_batches,
 )
-from slimstart.lab.data.rand_augment import EpochDraws, RandAugment
 
 IMAGE_SIZE = 224
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif")
@@ -50,30 +48,20 @@ _MIN_AREA, _MAX_RATIO, _TRIES = 0.08, 4 / 3, 10
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def load(
-    folder: Path,
-    *,
-    batch_size: int,
-    seed: int,
-    device: torch.device,
-    validation: int,
-    image_size: int,
-    num_workers: int,
-    share: Share = WHOLE,
-    augment: RandAugment | None = None,
-) -> ImageData:
+def load(folder: Path, loading: Loading) -> ImageData:
     """Find the images in `folder`; none is opened yet.
 
     Raises:
         DataError: a folder is missing or has no images, or the classes of `train` and `val` differ.
     """
+    image_size = IMAGE_SIZE if loading.image_size is None else loading.image_size
     if image_size < 1:
         raise ConfigError(f"`image_size` is {image_size}; it must be 1 or more")
     classes, train = _scan(folder / "train")
     if len(classes) < 2:
         raise DataError(f"{folder / 'train'} has the class {classes[0]} only; there is nothing to learn from one class")
-    if validation:
-        kept, held = (indices.numpy() for indices in hold_out(len(train.labels), validation))
+    if loading.validation:
+        kept, held = (indices.numpy() for indices in hold_out(len(train.labels), loading.validation))
         train, test = train.select(kept), train.select(held)
     else:
         test_classes, test = _scan(folder / "val")
@@ -83,8 +71,8 @@ def load(
         name="image_folder",
         num_classes=len(classes),
         image_shape=(3, image_size, image_size),
-        train=FolderBatches(train, batch_size, image_size, device, num_workers, seed, share, augment),
-        test=FolderBatches(test, batch_size, image_size, device, num_workers, None, share),
+        train=FolderBatches(train, image_size, loading, is_training=True),
+        test=FolderBatches(test, image_size, replace(loading, augment=None), is_training=False),
         digest=digest_of(train.names, test.names),  # which begin with those of the classes
     )
 
@@ -120,59 +108,42 @@ def _few(names: Sequence[str]) -> str:
 
 
 class FolderBatches:
-    """Batches of decoded files: shuffled and augmented with a seed, in order and centred without one."""
+    """Batches of decoded files: shuffled and augmented for training, otherwise in order and centred."""
 
-    def __init__(
-        self,
-        files: Files,
-        batch_size: int,
-        image_size: int,
-        device: torch.device,
-        num_workers: int,
-        seed: int | None,
-        share: Share = WHOLE,
-        augment: RandAugment | None = None,
-    ) -> None:
-        self.num_images, self._share = len(files.labels), share
-        self.batch_size = batch_size
-        if seed is None:
-            self._num_batches = math.ceil(self.num_images / batch_size)
-        else:
-            self._num_batches = num_full_batches(self.num_images, batch_size, share)
-        self._files, self._image_size, self._seed = files, image_size, seed
-        self._device, self._num_workers, self._augment = device, num_workers, augment
-        self._normalise = Normalise(MEAN, STD, device)
+    def __init__(self, files: Files, image_size: int, loading: Loading, is_training: bool) -> None:
+        self.num_images, self.batch_size = len(files.labels), loading.batch_size
+        self._num_batches = math.ceil(self.num_images / self.batch_size)
+        if is_training:
+            self._num_batches = num_full_batches(self.num_images, loading)
+        self._files, self._image_size, self._loading, self._is_training = files, image_size, loading, is_training
+        self._normalise = Normalise(MEAN, STD, loading.device)
 
     def __len__(self) -> int:
         return self._num_batches
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         left = indices_from(start, len(self))
-        starts, order = (i * self.batch_size for i in left), np.arange(self.num_images)
-        if self._seed is not None:
-            order = generator(self._seed, number).permutation(order)
+        starts, order, how = (i * self.batch_size for i in left), np.arange(self.num_images), self._loading
+        if self._is_training:
+            order = generator(how.seed, number).permutation(order)
         loader = DataLoader(
-            _Decoded(self._files, self._image_size, None if self._seed is None else (self._seed, number)),
+            _Decoded(self._files, self._image_size, (how.seed, number) if self._is_training else None),
             batch_size=None,  # an item is a whole batch
-            sampler=[order[self._share.of(i, min(i + self.batch_size, self.num_images))] for i in starts],
-            num_workers=self._num_workers,
-            pin_memory=self._device.type == "cuda",
+            sampler=[order[how.share.of(i, min(i + self.batch_size, self.num_images))] for i in starts],
+            num_workers=how.num_workers,
+            pin_memory=how.device.type == "cuda",
             generator=torch.Generator(),  # without one of its own it would draw from the global one
         )
-        draws = None
-        if self._augment is not None and self._seed is not None:
-            random = generator(self._seed, number, 0, RAND_AUGMENT)
-            draws = EpochDraws(self._augment, random, self.num_images, self.batch_size, self._share)
+        draws = EpochDraws(how, number, self.num_images)
         return (self._finish(decoded, draws, index) for index, decoded in zip(left, loader, strict=True))
 
     def _finish(
-        self, decoded: tuple[Tensor, Tensor] | DataError, draws: EpochDraws | None, index: int
+        self, decoded: tuple[Tensor, Tensor] | DataError, draws: EpochDraws, index: int
     ) -> tuple[Tensor, Tensor]:
         if isinstance(decoded, DataError):
             raise decoded
-        images, labels = (tensor.to(self._device, non_blocking=True) for tensor in decoded)
-        images = images.permute(0, 3, 1, 2).contiguous()
-        return self._normalise(images if draws is None else draws(images, index)), labels
+        images, labels = (tensor.to(self._loading.device, non_blocking=True) for tensor in decoded)
+        return self._normalise(draws(images.permute(0, 3, 1, 2).contiguous(), index)), labels
 
 
 class _Decoded(Dataset[tuple[Tensor, Tensor] | DataError]):

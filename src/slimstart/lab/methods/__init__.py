@@ -1,22 +1,27 @@
-"""Methods to compare with, one file each. Compare with `uniform` and `shallow` first.
+"""Methods to compare with. Compare with `uniform` and `shallow` first.
 
-- Built narrow before training: `uniform_widths.py`, `shallow.py`, `random_structure.py`.
+- Built narrow before training: `built_narrow.py`.
 - Cut after training, by a function `choose(trained) -> mask`: `l1_filter.py`, `soft_filter.py`, `thinet.py`,
   `provable.py`, `slimming.py`. `pruning.py` says what such a function is given, `shares.py` distributes widths,
-  `activations.py` observes the inputs of layers, `masked_network.py` evaluates many masks in a row.
+  `activations.py` observes the inputs of layers.
 - Learned as gates by the chain rule, on the dense network (`gated_network.py`): `gates.py` has what they share,
-  `sampled_gates.py`, `thresholded_gates.py` and `grow_efficient.py` the kinds, `relaxations.py` their names.
+  `sampled_gates.py`, `thresholded_gates.py` and `grow_efficient.py` the kinds.
 
 How a run trains with them is in `slimstart.lab.run`. docs/methods.md compares them with their authors' versions.
 """
 
 from slimstart.lab.methods import l1_filter, provable, slimming, soft_filter, thinet
+from slimstart.lab.methods.built_narrow import (
+    front_heavy,
+    random_mask,
+    uniform,
+    uniform_mask,
+    uniform_of_flops,
+    wide_sibling,
+)
+from slimstart.lab.methods.gated_network import RELAXATIONS
 from slimstart.lab.methods.pruning import PROTOCOLS as PRUNING_PROTOCOLS
 from slimstart.lab.methods.pruning import Choose, Rounds, Trained
-from slimstart.lab.methods.random_structure import random_mask, random_structure
-from slimstart.lab.methods.relaxations import RELAXATIONS
-from slimstart.lab.methods.shallow import wide_sibling
-from slimstart.lab.methods.uniform_widths import front_heavy, uniform, uniform_mask, uniform_of_flops
 
 PRUNERS: dict[str, Choose] = {
     "l1": l1_filter.choose,
@@ -42,7 +47,6 @@ __all__ = [
     "Trained",
     "front_heavy",
     "random_mask",
-    "random_structure",
     "uniform",
     "uniform_mask",
     "uniform_of_flops",

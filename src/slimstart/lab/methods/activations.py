@@ -1,6 +1,6 @@
 r"""Inputs of layers that mix channels: every call of a layer as a product of its weight and patches of its input.
 
-A linear layer, or a convolution of any kind, computes for every filter i and at every position p of its output
+A linear layer, or a convolution, computes for every filter i and at every position p of its output
 
 .. math:: y_{pi} = \mathrm{bias}_i + \sum_c \langle w_{ic}, a_{pc} \rangle,
 
@@ -55,7 +55,7 @@ class Reading:
 
 
 def observable(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
-    """The readers that are supported: linear layers and convolutions that use their weight unchanged.
+    """The readers that are supported: linear layers and plain convolutions that use their weight unchanged.
 
     (The kernel groups of a grouped convolution go with their units; it mixes nothing.)
     """
@@ -63,8 +63,8 @@ def observable(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
 
     def is_understood(reader: Reader) -> bool:
         layer = modules[reader.layer]
-        understood = isinstance(layer, _ConvNd | nn.Linear) and getattr(layer, "groups", 1) == 1
-        return understood and reader.weight == f"{reader.layer}.weight"
+        understood = isinstance(layer, _ConvNd | nn.Linear) and not isinstance(layer, _ConvTransposeNd)
+        return understood and getattr(layer, "groups", 1) == 1 and reader.weight == f"{reader.layer}.weight"
 
     return [reader for reader in readers(graph, model) if is_understood(reader)]
 
@@ -92,7 +92,7 @@ def observe(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, reader: Reader = reader
         ) -> None:
             with torch.autocast(output.device.type, enabled=False):  # the forward's own is not meant for this
-                look(reader, _reading(module, args[0] if args else kwargs["input"], output, reader.units))
+                look(reader, _reading(module, args[0] if args else kwargs["input"], reader.units))
 
         handles.append(model.get_submodule(reader.layer).register_forward_hook(hook, with_kwargs=True))
     try:
@@ -103,34 +103,16 @@ def observe(
             handle.remove()
 
 
-def _reading(module: nn.Module, x: Tensor, output: Tensor, units: Tensor) -> Reading:
+def _reading(module: nn.Module, x: Tensor, units: Tensor) -> Reading:
     weight: Tensor = module.weight  # type: ignore[assignment]
     weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     if not isinstance(module, _ConvNd):
         return Reading(weight.unsqueeze(2), units, x.reshape(-1, x.shape[-1], 1), 1)
     num_dims = len(module.kernel_size)
     x = x if x.dim() == num_dims + 2 else x.unsqueeze(0)
-    if isinstance(module, _ConvTransposeNd):
-        # A transposed convolution is the plain one by the flipped kernel, with zeros between the inputs.
-        weight = weight.transpose(0, 1).flip(*range(2, num_dims + 2))
-        x, strides = _strewn(x, module, output.shape[-num_dims:]), (1,) * num_dims
-    else:
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x, strides = F.pad(x, module._reversed_padding_repeated_twice, mode), module.stride
-    for axis, (size, stride, dilation) in enumerate(zip(module.kernel_size, strides, module.dilation, strict=True)):
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = F.pad(x, module._reversed_padding_repeated_twice, mode)
+    steps = zip(module.kernel_size, module.stride, module.dilation, strict=True)
+    for axis, (size, stride, dilation) in enumerate(steps):
         x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     return Reading(weight.flatten(2), units, x.movedim(1, num_dims + 1), num_dims + 1)
-
-
-def _strewn(x: Tensor, module: _ConvTransposeNd, size: torch.Size) -> Tensor:
-    """The input with stride - 1 zeros between its entries, padded so that the output has this size."""
-    stride = module.stride
-    wide = x.new_zeros(*x.shape[:2], *[(n - 1) * step + 1 for n, step in zip(x.shape[2:], stride, strict=True)])
-    places: tuple[Any, ...] = (..., *[slice(None, None, step) for step in stride])
-    wide[places] = x
-    margins: list[int] = []
-    for axis in reversed(range(len(size))):
-        reach = module.dilation[axis] * (module.kernel_size[axis] - 1)
-        before = reach - int(module.padding[axis])
-        margins += [before, size[axis] + reach - before - wide.shape[2 + axis]]
-    return F.pad(wide, margins)

@@ -6,6 +6,8 @@ A gate multiplies a unit wherever channels are mixed, that is, the columns of al
 
 so it acts after the normalisation, which would cancel a factor before it. With gates of 0 and 1 this is the masked
 dense network. Every gate has a gradient, also at 0, so the network is never narrow while gates are learned.
+
+`make_gates` has the kinds of gates by name: relaxations, which take the place of a policy on narrow networks.
 """
 
 from __future__ import annotations
@@ -24,10 +26,35 @@ from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph
 from slimstart.graph.readers import Reader, readers
 from slimstart.inputs import as_call
+from slimstart.lab.methods.gates import Gates
+from slimstart.lab.methods.grow_efficient import GrowEfficientGates
+from slimstart.lab.methods.sampled_gates import BernoulliGates, GumbelGates, HardConcreteGates
+from slimstart.lab.methods.thresholded_gates import SigmoidGates, SoftThresholdGates
 from slimstart.narrow.compact import masked, tensor_places
+from slimstart.policies import Budget
+
+_GATES: dict[str, type[Gates]] = {
+    "ste": BernoulliGates,
+    "sigmoid_ste": SigmoidGates,
+    "gumbel": GumbelGates,
+    "hard_concrete": HardConcreteGates,
+    "soft_threshold": SoftThresholdGates,
+    "grow_efficient": GrowEfficientGates,
+}
+RELAXATIONS = tuple(name for name in _GATES if name != "grow_efficient")
+"""Names that `estimator` of a recipe may have; GrowEfficient is a method of its own."""
 
 # In float64, where two orders of the same operations differ by about 1e-15.
 TOLERANCE = 1e-8
+
+
+def make_gates(
+    name: str, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float | None, total_steps: int, seed: int
+) -> Gates:
+    """The gates of a relaxation, or "grow_efficient"; the other arguments are those of `Gates`."""
+    if graph.num_units == 0:
+        raise TraceError("no channel of this network can go, so there is nothing to gate; print the graph to see why")
+    return _GATES[name](model, graph, budget, lr, total_steps, seed)
 
 
 class Gated(nn.Module):

@@ -8,7 +8,6 @@ step, `learn_`. The last three have a fixed number of operations and ask for no 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimstart.costs import CostTable
+from slimstart.devices import device_of
+from slimstart.graph import ChannelGraph
 from slimstart.policies import Budget, Flops, sample
 from slimstart.policies.adam import Adam, AdamState
 from slimstart.policies.masks import cut, most_probable
@@ -28,15 +28,15 @@ class Gates(nn.Module, ABC):
     Random numbers of gates are of torch's own generator of their device, which a CUDA graph advances.
 
     Args:
-        s: learned parameters, float64, on the device of the gates.
-        table: the network's cost table.
+        model: dense model, whose device is that of the gates.
+        graph: channel graph of the model, with coupling "stream".
         budget: budget of the finished network.
-        lr: the learning rate of s.
+        lr: learning rate of s; None for the relaxation's own, `default_lr`.
         total_steps: number of steps of the search.
         seed: seed of `candidates`.
 
     Attributes:
-        default_lr: the relaxation's own `lr`.
+        s: learned parameters, float64.
         gradient: gradient of the loss with respect to s, from the last backward.
     """
 
@@ -44,18 +44,21 @@ class Gates(nn.Module, ABC):
     s: Tensor
     gradient: Tensor
 
-    def __init__(self, s: Tensor, table: CostTable, budget: Budget, lr: float, total_steps: int, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float | None, total_steps: int, seed: int
+    ) -> None:
         super().__init__()
-        if not (lr > 0 and math.isfinite(lr)):
-            raise ValueError(f"`lr` is {lr}; it must be positive and finite")
-        if total_steps < 1:
-            raise ValueError(f"`total_steps` is {total_steps}; it must be at least 1")
-        self.lr, self.total_steps = lr, total_steps
-        self.budget, self._flops = budget.bind(table), Flops(1.0).bind(table)  # on the CPU
-        self._table = table
+        self.lr, self.total_steps = self.default_lr if lr is None else lr, total_steps
+        self._table = graph.costs
+        self.budget, self._flops = budget.bind(self._table), Flops(1.0).bind(self._table)  # on the CPU
         self._generator = torch.Generator().manual_seed(seed)
+        s = self.start(model, graph).to(device_of(model))
         self.register_buffer("s", s)
         self.register_buffer("gradient", torch.zeros_like(s), persistent=False)
+
+    @abstractmethod
+    def start(self, model: nn.Module, graph: ChannelGraph) -> Tensor:
+        """The first s; called once, after the budget is bound."""
 
     @abstractmethod
     def gates(self, s: Tensor) -> Tensor:
@@ -102,11 +105,6 @@ class Gates(nn.Module, ABC):
         """(U,) float64 on the CPU: the probability that each unit is kept; a copy."""
 
     @property
-    def expected_cost(self) -> float:
-        """The expected cost in the unit of the budget, as a fraction of the dense network."""
-        return self.budget.share(self.keep_probs)
-
-    @property
     def forward_flops(self) -> int:
         """FLOPs of one forward as the method counts it: of the dense network."""
         return int(self._flops.dense)
@@ -139,12 +137,12 @@ class AdamGates(Gates):
     exp_avg_sq: Tensor
     num_steps: Tensor
 
-    def __init__(self, s: Tensor, table: CostTable, budget: Budget, lr: float, total_steps: int, seed: int) -> None:
-        super().__init__(s, table, budget, lr, total_steps, seed)
-        self._adam = Adam(lr, total_steps).to(s.device)
-        self.register_buffer("exp_avg", torch.zeros_like(s))
-        self.register_buffer("exp_avg_sq", torch.zeros_like(s))
-        self.register_buffer("num_steps", torch.zeros((), dtype=torch.float64, device=s.device))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._adam = Adam(self.lr, self.total_steps).to(self.s.device)
+        self.register_buffer("exp_avg", torch.zeros_like(self.s))
+        self.register_buffer("exp_avg_sq", torch.zeros_like(self.s))
+        self.register_buffer("num_steps", self.s.new_zeros(()))
 
     @abstractmethod
     def follow(self, z: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

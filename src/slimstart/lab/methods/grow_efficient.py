@@ -17,14 +17,14 @@ The authors' program was not available. Choices that the paper's text leaves ope
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.lab.methods.gates import Gates, straight_through
-from slimstart.policies import Budget, uniform_start
+from slimstart.policies import uniform_start
 from slimstart.policies.masks import most_probable
 
 # SGD for s as for the weights, without decay, and the last beta: as in Continuous Sparsification, by the same authors,
@@ -49,20 +49,21 @@ class GrowEfficientGates(Gates):
     penalty: Tensor
     sparse_flops: Tensor
 
-    def __init__(
-        self, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float, total_steps: int, seed: int
-    ) -> None:
-        start, device = SEED_WIDTH * uniform_start(budget.bind(graph.costs)), device_of(model)
-        s = torch.logit(start, LEAST_WIDTH).to(device)
-        super().__init__(s, graph.costs, budget, lr, total_steps, seed)
-        self.register_buffer("q", most_probable(start, graph.costs.unit_group.cpu()).to(device))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        s = self.s
+        self.register_buffer("q", most_probable(self._widths, self._table.unit_group.cpu()).to(s.device))
         self.register_buffer("active", torch.zeros_like(s))
         self.register_buffer("momentum", torch.zeros_like(s))
         self.register_buffer("num_steps", s.new_zeros(()))
         self.register_buffer("penalty", s.new_zeros(()))
-        self._drops = s.new_tensor(DROPS) * total_steps
+        self._drops = s.new_tensor(DROPS) * self.total_steps
         self.register_buffer("sparse_flops", torch.zeros((), dtype=torch.int64))  # the host asks for it every step
         self._measure()
+
+    def start(self, model: nn.Module, graph: ChannelGraph) -> Tensor:
+        self._widths = SEED_WIDTH * uniform_start(self.budget)
+        return torch.logit(self._widths, LEAST_WIDTH)
 
     def _open(self, s: Tensor) -> Tensor:
         return torch.sigmoid(self.beta * s)

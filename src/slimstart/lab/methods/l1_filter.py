@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimstart.lab.methods.masked_network import MaskedNetwork
 from slimstart.lab.methods.pruning import Trained, filter_norms
 from slimstart.lab.methods.shares import group_sizes, keep_best, keep_share, largest_within
+from slimstart.narrow.compact import masked
 
 FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1, 0.0)
 """Kept fractions of a group at which its curve is measured, linear in between. 0: one unit is kept."""
@@ -41,11 +41,10 @@ def choose(trained: Trained) -> Tensor:
 def sensitivity(trained: Trained, scores: Tensor) -> Tensor:
     """(groups, fractions): the rise of the loss if only this group is pruned, to this fraction; made monotone."""
     graph = trained.graph
-    network = MaskedNetwork(trained.model, graph)
 
     def loss(mask: Tensor) -> Tensor:
-        network.set_(mask)
-        losses = [trained.loss_fn(network.module, *batch) for batch in trained.batches[:NUM_BATCHES]]
+        network = masked(trained.model, graph.select(mask))
+        losses = [trained.loss_fn(network, *batch) for batch in trained.batches[:NUM_BATCHES]]
         return torch.stack(losses).mean().double()
 
     whole = loss(torch.ones(graph.num_units, dtype=torch.bool))

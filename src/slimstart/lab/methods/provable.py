@@ -33,7 +33,7 @@ from torch import Tensor
 from slimstart.graph import ChannelGraph
 from slimstart.graph.readers import Reader
 from slimstart.lab.methods.activations import Reading, observable, observe
-from slimstart.lab.methods.pruning import Trained, filter_norms
+from slimstart.lab.methods.pruning import Trained, filter_norms, members
 from slimstart.lab.methods.shares import keep_best, keep_share, largest_within
 from slimstart.policies.masks import cut
 
@@ -75,7 +75,8 @@ def sensitivities(trained: Trained) -> tuple[Tensor, Tensor]:
     outcomes = torch.full((graph.num_units,), 2.0, dtype=torch.float64)
 
     def look(reader: Reader, reading: Reading) -> None:
-        units, channels = channels_of_units(reading.units)
+        units = reading.units[reading.units >= 0].unique()
+        channels = members(reading.units, graph.num_units)[units]
         share[units] = torch.maximum(share[units], largest_shares(reading, channels).double().cpu())
         number = (reading.positions_per_image + 1) * reading.weight.shape[2]
         outcomes[units] = outcomes[units].clamp(min=number)
@@ -89,19 +90,8 @@ def sensitivities(trained: Trained) -> tuple[Tensor, Tensor]:
     return share, outcomes
 
 
-def channels_of_units(units: Tensor) -> tuple[Tensor, Tensor]:
-    """The units among those of a layer's n channels, and the channels of each: (B,) and (B, m), filled up with n."""
-    channels = (units >= 0).nonzero().squeeze(1)
-    found, owner, counts = torch.unique(units[channels], return_inverse=True, return_counts=True)
-    order = torch.argsort(owner, stable=True)
-    place = torch.arange(order.numel()) - (torch.cumsum(counts, 0) - counts)[owner[order]]
-    table = torch.full((found.numel(), int(counts.max()) if counts.numel() else 0), units.numel())
-    table[owner[order], place] = channels[order]
-    return found, table
-
-
 def largest_shares(reading: Reading, channels: Tensor) -> Tensor:
-    """(B,): the largest share of each unit in one call of a layer; `channels` as by `channels_of_units`."""
+    """(B,): the largest share of each unit in one call of a layer; `channels` (B, m) of each, padded with -1."""
     device = reading.weight.device
     channels = channels.to(device)
     signed = [reading.weight.clamp(min=0), reading.weight.neg().clamp(min=0)]

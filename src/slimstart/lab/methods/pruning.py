@@ -84,6 +84,21 @@ def filter_weights(model: nn.Module, graph: ChannelGraph) -> dict[str, tuple[nn.
     return found
 
 
+def members(units: Tensor, num_units: int) -> Tensor:
+    """(num_units, n): where each unit is found in a list of units (-1: none), padded with -1."""
+    place = torch.argsort(units, stable=True)[int((units < 0).sum()) :]
+    sizes = torch.bincount(units[place], minlength=num_units)
+    table = torch.full((num_units, int(sizes.max())), -1)
+    table[units[place], torch.arange(place.numel()) - (torch.cumsum(sizes, 0) - sizes)[units[place]]] = place
+    return table
+
+
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """All batch norms with scales, by the name of the weight."""
     return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
+
+
+def batch_norm_rows(model: nn.Module, graph: ChannelGraph) -> list[tuple[_BatchNorm, Tensor]]:
+    """Every batch norm with scales that can shrink, and the unit of each of its rows (-1: always there)."""
+    norms = batch_norms(model)
+    return [(norms[name], graph.units_along(graph.tensors[name][0].axis)) for name in norms if name in graph.tensors]

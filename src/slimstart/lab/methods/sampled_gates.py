@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slimstart.devices import device_of
 from slimstart.graph import ChannelGraph
 from slimstart.lab.methods.gates import AdamGates, straight_through
-from slimstart.policies import Budget, uniform_start
+from slimstart.policies import uniform_start
 from slimstart.policies.projection import Multisection
 
 # ProbMask's release: from 1 down to 0.03, in a straight line.
@@ -45,12 +45,12 @@ class SampledGates(AdamGates):
 
     default_lr = 12e-3  # the paper's, for its own s: that of our search
 
-    def __init__(
-        self, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float, total_steps: int, seed: int
-    ) -> None:
-        start = uniform_start(budget.bind(graph.costs)).to(device_of(model))
-        super().__init__(start, graph.costs, budget, lr, total_steps, seed)
-        self._projection = Multisection(self.budget).to(start.device)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._projection = Multisection(self.budget).to(self.s.device)
+
+    def start(self, model: nn.Module, graph: ChannelGraph) -> Tensor:
+        return uniform_start(self.budget)
 
     @property
     def keep_probs(self) -> Tensor:
@@ -75,10 +75,8 @@ class GumbelGates(SampledGates):
 
     temperature: Tensor
 
-    def __init__(
-        self, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float, total_steps: int, seed: int
-    ) -> None:
-        super().__init__(model, graph, budget, lr, total_steps, seed)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.register_buffer("temperature", self.s.new_tensor(START_TEMPERATURE))
 
     def begin_step(self, progress: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph
-from slimstart.lab.methods.pruning import Trained, batch_norms
+from slimstart.lab.methods.pruning import Trained, batch_norm_rows, batch_norms
 from slimstart.lab.methods.shares import keep_share
 from slimstart.policies import cut
 
@@ -38,12 +38,9 @@ def scales(model: nn.Module, graph: ChannelGraph) -> Tensor:
         TraceError: a unit has none.
     """
     found = torch.full((graph.num_units,), -1.0, dtype=torch.float64)
-    for name, norm in batch_norms(model).items():
-        for piece in graph.tensors.get(name, ()):
-            units = graph.units_along(piece.axis)
-            there = units >= 0
-            values = norm.weight.detach().abs().double().cpu()[there]
-            found.scatter_reduce_(0, units[there], values, "amax")
+    for norm, units in batch_norm_rows(model, graph):
+        there = units >= 0
+        found.scatter_reduce_(0, units[there], norm.weight.detach().abs().double().cpu()[there], "amax")
     if bool((found < 0).any()):
         group = graph.groups[int(graph.costs.unit_group[(found < 0).nonzero()[0, 0]])]
         raise TraceError(

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from slimstart.graph import ChannelGraph
-from slimstart.lab.methods.pruning import Trained, batch_norms, filter_norms, filter_rows
+from slimstart.lab.methods.pruning import Trained, batch_norm_rows, filter_norms, filter_rows
 from slimstart.lab.methods.shares import keep_share
 from slimstart.policies import BoundBudget
 
@@ -42,7 +41,7 @@ def mask(model: nn.Module, graph: ChannelGraph, budget: BoundBudget, protocol: s
 def folded_norms(model: nn.Module, graph: ChannelGraph) -> Tensor:
     """(U,) float64: the 2-norm of a unit's filters, times that of the scales by which batch norm multiplies them."""
     squares = torch.zeros(graph.num_units, dtype=torch.float64)
-    for norm, units in _rows(model, graph):
+    for norm, units in batch_norm_rows(model, graph):
         variance = torch.ones_like(norm.weight) if norm.running_var is None else norm.running_var + norm.eps
         values = (norm.weight.detach().square() / variance).double().cpu()
         squares.index_add_(0, units[units >= 0], values[units >= 0])
@@ -55,7 +54,7 @@ def zero_(model: nn.Module, graph: ChannelGraph, kept: Tensor, protocol: str) ->
     weights = kept
     if protocol == "folded":
         weights = kept | _has_norm(model, graph)
-        for norm, units in _rows(model, graph):
+        for norm, units in batch_norm_rows(model, graph):
             for row in (norm.weight, norm.bias):
                 row.mul_(_factors(kept, units, ALMOST_ZERO).to(row))
     for layer, rows in filter_rows(model, graph):
@@ -68,15 +67,9 @@ def _factors(kept: Tensor, units: Tensor, zero: float) -> Tensor:
     return torch.where(torch.cat([kept, kept.new_ones(1)])[units], 1.0, zero)
 
 
-def _rows(model: nn.Module, graph: ChannelGraph) -> list[tuple[_BatchNorm, Tensor]]:
-    """Every batch norm with scales, and the unit of each of its rows (-1: always there)."""
-    norms = batch_norms(model)
-    return [(norms[name], graph.units_along(graph.tensors[name][0].axis)) for name in norms if name in graph.tensors]
-
-
 def _has_norm(model: nn.Module, graph: ChannelGraph) -> Tensor:
     """(U,) bool: whether a batch norm follows the filters of a unit."""
     found = torch.zeros(graph.num_units + 1, dtype=torch.bool)
-    for _, units in _rows(model, graph):
+    for _, units in batch_norm_rows(model, graph):
         found[units] = True
     return found[:-1]

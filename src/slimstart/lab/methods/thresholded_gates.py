@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,8 @@ from slimstart.costs import CostTable
 from slimstart.devices import Movable, device_of
 from slimstart.graph import ChannelGraph
 from slimstart.lab.methods.gates import AdamGates, straight_through
-from slimstart.lab.methods.pruning import filter_weights
-from slimstart.policies import BoundBudget, Budget
+from slimstart.lab.methods.pruning import filter_weights, members
+from slimstart.policies import BoundBudget
 
 # Ours: how far the first scores of `SigmoidGates` are apart within a group. Small against what they learn: a few steps.
 SPREAD = 0.05
@@ -73,23 +74,18 @@ class Cutoff(Movable):
 
 
 class ThresholdedGates(AdamGates):
-    """Scores, and the threshold that the budget sets after every step.
-
-    Args:
-        scores: those of s.
-    """
+    """Scores, and the threshold that the budget sets after every step."""
 
     default_lr = 12e-3  # as for keep-probabilities; neither paper has a budget that would tell
 
     mask: Tensor
     threshold: Tensor
 
-    def __init__(
-        self, s: Tensor, scores: Tensor, table: CostTable, budget: Budget, lr: float, total_steps: int, seed: int
-    ) -> None:
-        super().__init__(s, table, budget, lr, total_steps, seed)
-        self._cutoff = Cutoff(self.budget, table).to(s.device)
-        mask, threshold = self._cutoff(scores)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._cutoff = Cutoff(self.budget, self._table).to(self.s.device)
+        with torch.no_grad():
+            mask, threshold = self._cutoff(self.scores(self.s))
         self.register_buffer("mask", mask)
         self.register_buffer("threshold", threshold)
 
@@ -109,12 +105,8 @@ class ThresholdedGates(AdamGates):
 class SigmoidGates(ThresholdedGates):
     """0 or 1, with the gradient of a sigmoid. It starts as the narrow network: the first units of every group."""
 
-    def __init__(
-        self, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float, total_steps: int, seed: int
-    ) -> None:
-        falling = [torch.linspace(SPREAD, 0, len(group.units), dtype=torch.float64) for group in graph.groups]
-        s = torch.cat(falling).to(device_of(model))
-        super().__init__(s, s, graph.costs, budget, lr, total_steps, seed)
+    def start(self, model: nn.Module, graph: ChannelGraph) -> Tensor:
+        return torch.cat([torch.linspace(SPREAD, 0, len(group.units), dtype=torch.float64) for group in graph.groups])
 
     def scores(self, s: Tensor) -> Tensor:
         return s
@@ -129,16 +121,11 @@ class SoftThresholdGates(ThresholdedGates):
     The gates keep reading the model's weights.
     """
 
-    def __init__(
-        self, model: nn.Module, graph: ChannelGraph, budget: Budget, lr: float, total_steps: int, seed: int
-    ) -> None:
-        log_norms = LogNorms(model, graph)
-        with torch.no_grad():
-            norms = log_norms()
-        s = torch.stack([norms[group.units.start : group.units.stop].mean() for group in graph.groups])
-        group = graph.costs.unit_group.to(s.device)
-        super().__init__(s, norms - s[group], graph.costs, budget, lr, total_steps, seed)
-        self._log_norms, self._group = log_norms, group
+    @torch.no_grad()
+    def start(self, model: nn.Module, graph: ChannelGraph) -> Tensor:
+        self._log_norms, self._group = LogNorms(model, graph), graph.costs.unit_group.to(device_of(model))
+        norms = self._log_norms()
+        return torch.stack([norms[group.units.start : group.units.stop].mean() for group in graph.groups])
 
     def scores(self, s: Tensor) -> Tensor:
         return self._log_norms() - s[self._group]
@@ -157,8 +144,8 @@ class LogNorms:
     def __init__(self, model: nn.Module, graph: ChannelGraph) -> None:
         found = filter_weights(model, graph)
         self._weights = list(found.values())
-        self._members = _members(torch.cat([graph.filters[layer] for layer in found]), graph.num_units)
-        self._members = self._members.to(device_of(model))
+        units = torch.cat([graph.filters[layer] for layer in found])
+        self._members = members(units, graph.num_units).to(device_of(model))
 
     def __call__(self) -> Tensor:
         rows = [weight.movedim(dim, 0).flatten(1) for weight, dim in self._weights]
@@ -166,12 +153,3 @@ class LogNorms:
         squares = torch.cat(norms).square()
         # A table in place of adding up by index: a GPU does that in another order every time.
         return (torch.cat([squares, squares.new_zeros(1)])[self._members].sum(1) + LEAST_SQUARE).log() / 2
-
-
-def _members(units: Tensor, num_units: int) -> Tensor:
-    """(num_units, n): where each unit is found in a list, padded with -1."""
-    place = torch.argsort(units, stable=True)[int((units < 0).sum()) :]
-    sizes = torch.bincount(units[place], minlength=num_units)
-    members = torch.full((num_units, int(sizes.max())), -1)
-    members[units[place], torch.arange(place.numel()) - (torch.cumsum(sizes, 0) - sizes)[units[place]]] = place
-    return members

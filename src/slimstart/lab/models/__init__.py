@@ -5,19 +5,16 @@ Plain PyTorch modules; tracing finds what can shrink. Every factory takes
 of 32 x 32: `vgg16`, `vgg19`, `resnet20`, `resnet32`, `wrn28_10`; of 224 x 224: `resnet50`, `mobilenet_v1`. All pool at
 the end, so they also accept other sizes.
 
-Open `vgg.py` first (a network in thirty lines), then `layers.py` (common layers and initialisation). `registry.py`
-has `build`, a network by name; `siblings.py` has shallower networks of the same families; `factories.py` has
-`from_factory`, a network of the user's own.
+Open `feed_forward.py` first (networks without branches), then `residual.py` and `layers.py` (common layers and
+initialisation). `registry.py` has `build`, a network by name, and `from_factory`, a network of the user's own;
+`siblings.py` has shallower networks of the same families.
 """
 
-from slimstart.lab.models.factories import from_factory, is_factory
-from slimstart.lab.models.mobilenet_v1 import mobilenet_v1
-from slimstart.lab.models.registry import MODELS, build
-from slimstart.lab.models.resnet_cifar import resnet20, resnet32
-from slimstart.lab.models.resnet_imagenet import resnet50
+from slimstart.lab.models.feed_forward import mobilenet_v1, small, vgg16, vgg19
+from slimstart.lab.models.registry import MODELS, build, from_factory
+from slimstart.lab.models.residual import resnet20, resnet32, resnet50, wrn28_10
 from slimstart.lab.models.siblings import parse_stages, siblings
-from slimstart.lab.models.vgg import small, vgg16, vgg19
-from slimstart.lab.models.wide_resnet import wrn28_10
+from slimstart.lab.own_code import is_factory
 
 __all__ = [
     "MODELS",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from slimstart.errors import ConfigError
 
@@ -25,6 +25,11 @@ class Stages:
         """The channels of the stages, times `width`."""
         return [scaled(channels, width) for channels in self.channels]
 
+    @property
+    def layers(self) -> list[list[int]]:
+        """The channels of every layer, stage by stage."""
+        return [[channels] * depth for depth, channels in zip(self.depths, self.channels, strict=True)]
+
 
 def scaled(channels: int, width: float) -> int:
     """`channels` times `width`, to the nearest whole number, at least 1."""
@@ -41,20 +46,6 @@ def conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: in
 def conv_bn_relu(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
     """Convolution, normalisation and ReLU."""
     return [conv(inputs, outputs, kernel, stride, groups), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
-
-
-class Chain(nn.Module):
-    """Layers in a row, global average pooling, a linear classifier."""
-
-    def __init__(self, layers: Sequence[nn.Module], channels: int, num_classes: int) -> None:
-        super().__init__()
-        self.features = nn.Sequential(*layers)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(channels, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.pool(self.features(images)).flatten(1))
-        return logits
 
 
 def stage(

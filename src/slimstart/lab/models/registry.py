@@ -1,4 +1,7 @@
-"""build: a network by its name, from here or from timm. Names may come from files, so no name runs a user's code."""
+"""build: a network by its name, from here or from timm. Names may come from files, so no name runs a user's code.
+
+`from_factory` makes a network by code that the user has named.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,10 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from slimstart.errors import ConfigError
-from slimstart.lab.models.mobilenet_v1 import mobilenet_v1
-from slimstart.lab.models.resnet_cifar import resnet20, resnet32
-from slimstart.lab.models.resnet_imagenet import resnet50
+from slimstart.lab.models.feed_forward import mobilenet_v1, small, vgg16, vgg19
+from slimstart.lab.models.residual import resnet20, resnet32, resnet50, wrn28_10
 from slimstart.lab.models.siblings import parse_stages
-from slimstart.lab.models.vgg import small, vgg16, vgg19
-from slimstart.lab.models.wide_resnet import wrn28_10
-from slimstart.lab.own_code import brief, is_factory
+from slimstart.lab.own_code import brief, call, find_factory, is_factory, parameters_of
 
 # Each takes `num_classes`, `in_channels` and `width`.
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -64,6 +64,30 @@ def build(
     raise ConfigError(
         f"`name` is {name!r}; the networks are {', '.join(MODELS)}, and timm:NAME{_did_you_mean(name, MODELS)}"
     )
+
+
+def from_factory(spec: str, *, num_classes: int, in_channels: int) -> nn.Module:
+    """The network that a function or class of the user's makes.
+
+    The factory is called with `num_classes` and `in_channels`, if its signature has them. A signature with `**kwargs`
+    is given `num_classes`, and `in_channels` only where it is not 3, since few of the functions that such keywords are
+    passed on to know it.
+
+    Args:
+        spec: as for `find_factory`.
+
+    Raises:
+        ConfigError: there is no such factory, it fails, or what it makes is no network; the cause is kept.
+    """
+    factory = find_factory(spec, "a network")
+    offered = {"num_classes": num_classes, "in_channels": in_channels}
+    named, takes_any = parameters_of(factory)
+    if takes_any:
+        named |= {"num_classes"} if in_channels == 3 else offered.keys()
+    network = call(factory, spec, {name: value for name, value in offered.items() if name in named})
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"{spec!r} returns a {type(network).__name__}; a factory must return an nn.Module")
+    return network
 
 
 def _from_timm(name: str, num_classes: int, in_channels: int, width: float) -> nn.Module:

@@ -8,12 +8,9 @@ becomes 1 : 2.5 : 6. Only the ratios matter where a budget scales the widths.
 from __future__ import annotations
 
 from slimstart.errors import ConfigError
+from slimstart.lab.models.feed_forward import MOBILENET_V1, VGG16, VGG19
 from slimstart.lab.models.layers import Stages
-from slimstart.lab.models.mobilenet_v1 import MOBILENET_V1
-from slimstart.lab.models.resnet_cifar import RESNET20, RESNET32
-from slimstart.lab.models.resnet_imagenet import RESNET50
-from slimstart.lab.models.vgg import VGG16, VGG19
-from slimstart.lab.models.wide_resnet import WRN28_10
+from slimstart.lab.models.residual import RESNET20, RESNET32, RESNET50, WRN28_10
 
 LATE = 1.3
 

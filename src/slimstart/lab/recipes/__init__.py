@@ -1,6 +1,6 @@
-"""Recipes: everything that decides what a run computes.
+"""What a run computes, as data. Nothing here trains.
 
-Open `recipe.py` first: what can be set, and which combinations are refused. `presets.py` has the rows of the paper,
-`originals.py` the methods that it compares with: their authors' recipes, and the numbers that the paper reports.
-`schedules.py` is the learning rate as a function of the step.
+Open `recipe.py` first: every setting, with the sentence that `--help` shows about it. `contradictions.py` refuses
+settings that do not go together, `schedules.py` has the learning rate of every step, `presets.py` the recipes with a
+name: the rows of the paper's tables, and the methods that it compares with.
 """

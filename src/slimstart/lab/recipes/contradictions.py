@@ -5,7 +5,8 @@ Each problem is one sentence: the setting in backticks, its value, the rule, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from slimstart.errors import ConfigError
@@ -13,8 +14,15 @@ from slimstart.graph import COUPLINGS
 from slimstart.lab import data, models
 from slimstart.lab.methods import OWN_PROTOCOLS, PROTOCOLS, RELAXATIONS
 from slimstart.lab.own_code import is_factory
-from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
-from slimstart.lab.recipes.recipe import METHODS, OWN_SETTINGS, PRECISIONS, own_settings, parse_budget
+from slimstart.lab.recipes.recipe import (
+    METHODS,
+    OPTIMIZERS,
+    OWN_SETTINGS,
+    PRECISIONS,
+    SETTINGS,
+    own_settings,
+    parse_budget,
+)
 from slimstart.lab.recipes.schedules import parse_schedule
 from slimstart.policies import ESTIMATORS, POLICIES, SAMPLINGS
 
@@ -32,17 +40,28 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision": PRECISIONS,
     "optimizer": tuple(OPTIMIZERS),
 }
-AT_LEAST_ONE = (
-    *("epochs", "trial_epochs", "batch_size", "eval_every"),
-    *("resample_every", "align", "num_masks", "rounds"),
+# Rules of numbers: the settings that have to follow each, and what a value is asked.
+RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    (
+        "epochs trial_epochs batch_size eval_every resample_every align num_masks rounds",
+        "must be at least 1",
+        lambda value: value >= 1,
+    ),
+    (
+        "width structure_lr lr eps finetune_lr",
+        "must be positive and finite",
+        lambda value: 0 < value < math.inf,
+    ),
+    (
+        "depth penalty weight_decay warmup_epochs finetune_epochs validation seed mixup cutmix rand_augment",
+        "must not be negative or infinite",
+        lambda value: 0 <= value < math.inf,
+    ),
+    ("settle_at label_smoothing momentum", "must be in [0, 1]", lambda value: 0 <= value <= 1),
+    ("beta1 beta2", "must be at least 0 and less than 1", lambda value: 0 <= value < 1),
+    ("ema_decay", "must be between 0 and 1; leave it out for no average", lambda value: 0 < value < 1),
+    ("seed", "must be less than 2**63", lambda value: value < 2**63),
 )
-POSITIVE = ("width", "structure_lr", "lr", "eps", "finetune_lr")
-NOT_NEGATIVE = (
-    "depth",
-    *("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"),
-    *("mixup", "cutmix", "rand_augment"),
-)
-FRACTIONS = ("settle_at", "label_smoothing", "momentum")
 
 
 # Methods that train one network, so that its weights have an average.
@@ -72,25 +91,11 @@ def _values(recipe: Recipe) -> Iterator[str]:
             parse_budget(recipe.budget)
         except ValueError as error:
             yield str(error)
-    for name in AT_LEAST_ONE:
-        if getattr(recipe, name) is not None and getattr(recipe, name) < 1:
-            yield f"`{name}` is {getattr(recipe, name)}; it must be at least 1"
-    for name in POSITIVE:
-        if getattr(recipe, name) is not None and not 0 < getattr(recipe, name) < float("inf"):
-            yield f"`{name}` is {getattr(recipe, name)}; it must be positive and finite"
-    for name in NOT_NEGATIVE:
-        if getattr(recipe, name) is not None and not 0 <= getattr(recipe, name) < float("inf"):
-            yield f"`{name}` is {getattr(recipe, name)}; it must not be negative or infinite"
-    for name in FRACTIONS:
-        if getattr(recipe, name) is not None and not 0 <= getattr(recipe, name) <= 1:
-            yield f"`{name}` is {getattr(recipe, name)}; it must be in [0, 1]"
-    for name in ("beta1", "beta2"):
-        if getattr(recipe, name) is not None and not 0 <= getattr(recipe, name) < 1:
-            yield f"`{name}` is {getattr(recipe, name)}; it must be at least 0 and less than 1"
-    if recipe.ema_decay is not None and not 0 < recipe.ema_decay < 1:
-        yield f"`ema_decay` is {recipe.ema_decay}; it must be between 0 and 1; leave it out for no average"
-    if recipe.seed >= 2**63:
-        yield f"`seed` is {recipe.seed}; it must be less than 2**63"
+    for names, rule, holds in RANGES:
+        for name in names.split():
+            value = getattr(recipe, name)
+            if value is not None and not holds(value):
+                yield f"`{name}` is {value}; it {rule}"
 
 
 def _of_the_policy(recipe: Recipe) -> Iterator[str]:

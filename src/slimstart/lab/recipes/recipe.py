@@ -20,7 +20,6 @@ from slimstart.errors import ConfigError
 from slimstart.io.files import read_bytes
 from slimstart.lab import records
 from slimstart.lab.own_code import is_factory
-from slimstart.lab.recipes.optimizer_settings import OPTIMIZERS, SETTINGS
 
 if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its fields are looked at for `--help`
     from torch import nn
@@ -36,6 +35,15 @@ METHODS = (
     "grow-efficient",
 )
 PRECISIONS = ("float32", "tf32", "bfloat16")
+# The settings of each optimizer, with their defaults: SGD has the paper's, the others have PyTorch's and lr 1e-3.
+_ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9, "nesterov": False},
+    "adam": {**_ADAM, "weight_decay": 0.0},
+    "adamw": {**_ADAM, "weight_decay": 0.01},
+    "rmsprop": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0, "beta2": 0.99, "eps": 1e-8},
+}
+SETTINGS = tuple(dict.fromkeys(name for settings in OPTIMIZERS.values() for name in settings))
 OWN_SETTINGS = ("estimator", "sampling", "structure_lr", "depth")  # fields of a recipe that some policies lack
 
 
@@ -49,9 +57,11 @@ class Recipe:
     """Network, data, method and schedule of a run; the defaults are the paper's on CIFAR, where it has some."""
 
     model: str = _setting(
-        "small", "Network: one of ours (vgg16, resnet20, ...), timm:NAME, or your own code as module:factory."
+        "small", "Network to train: one of ours (vgg16, resnet20, ...), timm:NAME, or your own code as module:factory."
     )
-    width: float = _setting(1.0, "Factor on the widths of all layers of the dense network; only for networks of ours.")
+    width: float = _setting(
+        1.0, "Multiply the channels of every layer of the dense network by this factor; only for networks of ours."
+    )
     data: str = _setting(
         "fashion",
         "Data set: fashion, cifar10, cifar100, tiny_imagenet16, image_folder, or your own code as module:factory.",
@@ -67,65 +77,70 @@ class Recipe:
     )
     policy: str = _setting(
         "equal_worth",
-        "What the method slimstart learns with: equal_worth (widths, from gradients) or paper (masks, by Algorithm 1).",
+        "How the method slimstart learns the structure: equal_worth (widths, from gradients) or paper (masks, by the "
+        "paper's Algorithm 1).",
     )
     coupling: str | None = _setting(
         None,
-        "Layers that write into one residual stream share their masks (stream) or have their own (filter). By default "
-        "stream, and filter with the policy paper.",
+        "Whether layers that write into the same residual stream share one mask (stream) or have one each (filter). By "
+        "default stream; with the policy paper, filter.",
     )
     estimator: str | None = _setting(
         None,
-        "Gradient of the keep-probabilities with the policy paper: vr_pge (the default), pge, vr_pge_symmetric, "
-        "leave_one_out; or gates on the dense network that learn by the chain rule: ste, sigmoid_ste, gumbel, "
-        "hard_concrete, soft_threshold.",
+        "How the policy paper estimates the gradient of the keep-probabilities: vr_pge (the default), pge, "
+        "vr_pge_symmetric, leave_one_out. Or train the dense network, with gates that learn by backpropagation: ste, "
+        "sigmoid_ste, gumbel, hard_concrete, soft_threshold.",
     )
     sampling: str | None = _setting(
         None,
-        "How the policy paper draws masks: bernoulli (as in the paper) or capped (draws with far more units than "
-        "expected are repeated). By default capped, where the estimator allows it.",
+        "How the policy paper draws masks: bernoulli (every unit by itself, as in the paper) or capped (masks with far "
+        "more units than expected are drawn again). By default capped, where the estimator allows it.",
     )
     structure_lr: float | None = _setting(
-        None, "Learning rate of the structure. By default that of the method's authors; 12e-3 with the policy paper."
+        None,
+        "Learning rate of the structure. By default 12e-3 with the policy paper, and with other methods the value of "
+        "their authors.",
     )
     depth: float | None = _setting(
         None,
-        "How many layers the policy equal_worth keeps: about a fraction budget ** depth of those that can go, and fewer "
-        "in short trainings. 0.6 by default; 0 keeps all.",
+        "Keep about a fraction budget ** depth of the layers that can be removed, and fewer in short trainings; only "
+        "with the policy equal_worth. 0.6 by default; 0 keeps all layers.",
     )
     resample_every: int | None = _setting(
         None,
-        "Steps between two structure updates. By default 1 with the policy paper, and with equal_worth such that the "
-        "search takes a fifth of the training.",
+        "Number of steps between two updates of the structure. By default 1 with the policy paper; with equal_worth "
+        "such that the search takes a fifth of the training.",
     )
     align: int | None = _setting(
         None,
-        "Round the widths of large groups to multiples of this number; 8 by default. With the policy paper, pad the "
-        "network to such multiples with zeros; by default 8 with CUDA graphs and 1 without.",
+        "Round the widths of large groups to multiples of this number; 8 by default. The policy paper pads the network "
+        "with zeros to such multiples instead: 8 by default with CUDA graphs, and 1 without.",
     )
-    settle_at: float = _setting(1.0, "Fraction of the epochs after which the structure no longer changes.")
+    settle_at: float = _setting(1.0, "Fix the structure after this fraction of the epochs.")
     num_masks: int = _setting(
-        10, "Masks that the policy paper draws at the end of its search, to keep the one with the least training loss."
+        10,
+        "Number of masks that the policy paper draws at the end of its search; the one with the least training loss is "
+        "kept.",
     )
     protocol: str = _setting(
         "original",
-        "Variant of a method. All have original; l1, soft, thinet, provable and slimming have uniform (one cut that "
-        "leaves the same share of every layer); soft has folded (filters are judged together with their batch norm); "
-        "uniform has front_heavy (shares that fall by a factor of four from the first layer to the last).",
+        "Variant of the method: original (of every method), uniform (of l1, soft, thinet, provable and slimming: one "
+        "cut that leaves the same share of every layer), folded (of soft: filters are judged together with their batch "
+        "norm), or front_heavy (of uniform: shares that fall by a factor of four from the first layer to the last).",
     )
     stages: str | None = _setting(
         None,
-        "Layers or blocks in each stage of the method shallow, such as 2,2,2,2,2, or 2,2,2,2,2:late for wide late "
-        "stages. By default the best of a few, chosen on held-out training images.",
+        "Number of layers or blocks in each stage of the network of the method shallow, such as 2,2,2,2,2; with :late "
+        "at the end, late stages are wider. By default the best of a few, chosen on held-out training images.",
     )
     trial_epochs: int | None = _setting(
-        None, "Epochs of each network that the method shallow tries; by default as many as epochs."
+        None, "Number of epochs of each network that the method shallow tries; by default as many as epochs."
     )
-    rounds: int = _setting(1, "Number of cuts, spread over the fine-tuning, for methods that cut a trained network.")
-    penalty: float = _setting(1e-4, "Weight of the L1 penalty on the scales of batch norm in network slimming.")
+    rounds: int = _setting(1, "Cut a trained network in this number of rounds, spread over the fine-tuning.")
+    penalty: float = _setting(1e-4, "Weight of the L1 penalty on the scales of batch norm, in the method slimming.")
 
-    epochs: int = _setting(300, "Epochs of training, without those of fine-tuning.")
-    batch_size: int = _setting(256, "Images per step, over all processes.")
+    epochs: int = _setting(300, "Number of epochs, without those of fine-tuning.")
+    batch_size: int = _setting(256, "Number of images per step, over all processes.")
     optimizer: str = _setting("sgd", f"Optimizer of the weights: {', '.join(OPTIMIZERS)}.")
     lr: float = _setting(None, "Learning rate of the weights. By default 0.1 with sgd, and 1e-3 with the others.")
     schedule: str = _setting(
@@ -134,30 +149,31 @@ class Recipe:
         "0.1 after half of the steps, and again after three quarters).",
     )
     momentum: float | None = _setting(None, "Momentum of sgd (0.9 by default) and rmsprop (0 by default).")
-    nesterov: bool | None = _setting(None, "Nesterov's form of the momentum of sgd.")
+    nesterov: bool | None = _setting(None, "Use Nesterov momentum with sgd.")
     beta1: float | None = _setting(None, "Decay of the mean gradient in adam and adamw; 0.9 by default.")
     beta2: float | None = _setting(
         None, "Decay of the mean squared gradient; by default 0.999 in adam and adamw, and 0.99 in rmsprop."
     )
-    eps: float | None = _setting(None, "Added to the denominator of adam, adamw and rmsprop; 1e-8 by default.")
+    eps: float | None = _setting(None, "Number added to the denominator of adam, adamw and rmsprop; 1e-8 by default.")
     weight_decay: float = _setting(
         None, "Weight decay. By default 5e-4 with sgd, 0.01 with adamw, and 0 with adam and rmsprop."
     )
     ema_decay: float | None = _setting(
         None,
-        "Decay per step of an exponential moving average of the weights, which is evaluated and saved in place of the "
-        "weights; without one by default. It starts low, and rises to this value.",
+        "Evaluate and save an exponential moving average of the weights, with this decay per step; no average by "
+        "default. The decay starts low, and rises to this value.",
     )
-    warmup_epochs: float = _setting(0.0, "Epochs at the start in which the learning rate rises linearly.")
+    warmup_epochs: float = _setting(0.0, "Raise the learning rate linearly in this number of epochs at the start.")
     label_smoothing: float = _setting(0.0, "Label smoothing of the cross-entropy loss, from 0 to 1.")
-    mixup: float = _setting(0.0, "Alpha of mixup; 0 for none. With cutmix too, one of them is chosen for each batch.")
-    cutmix: float = _setting(0.0, "Alpha of CutMix; 0 for none.")
-    rand_augment: int = _setting(0, "Operations of RandAugment on each training image; 0 for none.")
+    mixup: float = _setting(0.0, "Alpha of mixup; 0 for no mixup. With mixup and cutmix, each batch gets one of them.")
+    cutmix: float = _setting(0.0, "Alpha of CutMix; 0 for no CutMix.")
+    rand_augment: int = _setting(0, "Number of RandAugment's operations on each training image; 0 for none.")
     rand_augment_magnitude: float | None = _setting(
-        None, "Strength of the operations of RandAugment, from 0 to 30; 9 by default."
+        None, "Strength of RandAugment's operations, from 0 to 30; 9 by default."
     )
     finetune_epochs: int = _setting(
-        0, "Further epochs with a fixed structure; for methods that cut a trained network, those after the cut."
+        0,
+        "Number of further epochs with a fixed structure; for methods that cut a trained network, those after the cut.",
     )
     finetune_lr: float = _setting(1e-3, "Learning rate of fine-tuning.")
     finetune_schedule: str = _setting("constant", "Schedule of the learning rate of fine-tuning, as for schedule.")
@@ -165,10 +181,10 @@ class Recipe:
     precision: str = _setting("float32", f"Compute precision: {', '.join(PRECISIONS)}.")
     full_model_device: str | None = _setting(
         None,
-        "With cpu, keep dense weights and optimizer state in the host's memory, for networks larger than the GPU; only "
-        "for the method slimstart. By default they are on the device that trains.",
+        "Set to cpu to keep the dense weights and their optimizer state in the host's memory, for networks larger than "
+        "the GPU; only for the method slimstart. By default they are on the device that trains.",
     )
-    eval_every: int = _setting(1, "Epochs between two evaluations.")
+    eval_every: int = _setting(1, "Number of epochs between two evaluations.")
     seed: int = _setting(0, "Random seed of the weights, the batches and the masks.")
 
     def __post_init__(self) -> None:

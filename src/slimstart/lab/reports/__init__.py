@@ -1,7 +1,7 @@
 """Records to tables, figures, one HTML page and one page of Markdown. torch is not needed for any of it.
 
 `rows` finds records and joins the seeds of one setting, `tables` has the columns of all tables, `series` gives rows
-their colours and markers. `points`, `curves`, `panels` and `structures_over_time` are the figures; they draw on a
+their colours and markers. `plots`, `panels` and `structures_over_time` are the figures; they draw on a
 `canvas` that takes its colours from the page. `page` fills the template `page.html`. The record itself is in
 `slimstart.lab.records`, and is filled by `slimstart.lab.run`.
 

@@ -15,18 +15,18 @@ from slimstart.errors import RecordError
 from slimstart.io import atomic
 from slimstart.lab.control_characters import visible
 from slimstart.lab.records import Record
-from slimstart.lab.reports import curves, panels, points, structures_over_time
+from slimstart.lab.reports import panels, plots, structures_over_time
 from slimstart.lab.reports.canvas import short
 from slimstart.lab.reports.rows import by_network, summarise
 from slimstart.lab.reports.series import series_of
 from slimstart.lab.reports.tables import COLUMNS, MISSING, duration, number
 
 FIGURES = (
-    points.accuracy_by_train_cost,
-    points.accuracy_by_flops,
-    points.train_cost_by_flops,
-    curves.train_cost_per_epoch,
-    curves.accuracy_per_epoch,
+    plots.accuracy_by_train_cost,
+    plots.accuracy_by_flops,
+    plots.train_cost_by_flops,
+    plots.train_cost_per_epoch,
+    plots.accuracy_per_epoch,
     panels.step_time,
     panels.training_time,
     structures_over_time.widths_over_time,

@@ -1,9 +1,8 @@
-"""Progress callbacks of a run: their protocol, and the default, which ignores them."""
+"""Progress callbacks of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from slimstart.lab.records import Epoch
 
@@ -23,12 +22,13 @@ class Status:
     seconds_left: float
 
 
-class Watcher(Protocol):
-    """Callbacks of a display, which may ask to stop."""
+class Watcher:
+    """Callbacks of a display, which may ask to stop. These do nothing."""
 
     @property
     def stop_requested(self) -> bool:
         """Whether the run should save and stop; read after every step."""
+        return False
 
     def status(self, status: Status) -> None:
         """Called a few times per second."""
@@ -41,20 +41,6 @@ class Watcher(Protocol):
 
     def resumed(self, epoch: int, batch: int) -> None:
         """Called when the run continues in this epoch, after this number of its batches."""
-
-
-class Unwatched:
-    """Callbacks that do nothing."""
-
-    stop_requested = False
-
-    def status(self, status: Status) -> None: ...
-
-    def epoch(self, epoch: Epoch) -> None: ...
-
-    def downloading(self, done: int, total: int | None) -> None: ...
-
-    def resumed(self, epoch: int, batch: int) -> None: ...
 
 
 class Interrupted(Exception):  # noqa: N818  not an error: the user asked for it

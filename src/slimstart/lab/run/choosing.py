@@ -14,11 +14,11 @@ from typing import Any
 from slimstart.errors import BudgetError
 from slimstart.lab.models import siblings
 from slimstart.lab.recipes.recipe import Recipe, merged
-from slimstart.lab.records import Candidate, Choosing, Epoch, Record
+from slimstart.lab.records import Candidate, Choosing, Record
 from slimstart.lab.run.callbacks import Status, Watcher
 from slimstart.lab.run.run_folder import Run
 
-HELD_OUT = 10  # one training image of so many is held out
+HELD_OUT = 10  # one of this many training images is held out
 
 Trial = Callable[[Recipe, Run, Watcher], Record]
 
@@ -64,8 +64,8 @@ def choose(recipe: Recipe, folder: Path, num_images: int, trial: Trial, watcher:
     )
 
 
-class TrialProgress:
-    """A `Watcher` of a trial: it shows the number of the trial, and no lines for epochs."""
+class TrialProgress(Watcher):
+    """Progress of a trial: it shows the number of the trial, and no lines for epochs."""
 
     def __init__(self, watcher: Watcher, phase: str) -> None:
         self._watcher, self._phase = watcher, phase
@@ -77,11 +77,5 @@ class TrialProgress:
     def status(self, status: Status) -> None:
         self._watcher.status(dataclasses.replace(status, phase=self._phase))
 
-    def epoch(self, epoch: Epoch) -> None:
-        pass
-
     def downloading(self, done: int, total: int | None) -> None:
         self._watcher.downloading(done, total)
-
-    def resumed(self, epoch: int, batch: int) -> None:
-        pass

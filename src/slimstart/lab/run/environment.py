@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slimstart import __version__
 from slimstart.errors import ConfigError
 from slimstart.lab import data
-from slimstart.lab.data.rand_augment import RandAugment
+from slimstart.lab.data.augmentation import RandAugment
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.steps import ENGINES
 

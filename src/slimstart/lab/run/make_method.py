@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from slimstart.errors import ConfigError
 from slimstart.graph import trace
-from slimstart.lab.methods import PRUNERS, front_heavy, random_structure, uniform, wide_sibling
-from slimstart.lab.methods.relaxations import RELAXATIONS
+from slimstart.lab.methods import PRUNERS, RELAXATIONS, front_heavy, random_mask, uniform, wide_sibling
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run.fixed import Fixed
 from slimstart.lab.run.method import Batch, Loss, Method, Wrap, make_optimizer
 from slimstart.lab.run.pruned import Pruned
 from slimstart.lab.run.relaxed import Relaxed
 from slimstart.lab.run.search import Search
-from slimstart.narrow import compact
+from slimstart.narrow import compact, compact_fresh
 from slimstart.policies.widths import ALIGN
 
 __all__ = ["Batch", "Fixed", "Loss", "Method", "Pruned", "Relaxed", "Search", "make_method", "make_optimizer"]
@@ -67,7 +66,8 @@ def make_method(
         sibling, graph = wide_sibling(make_sibling, graph, budget, example)
         network = uniform(sibling, graph, budget, recipe.align or ALIGN)
     elif recipe.method == "random":
-        network = random_structure(model, graph, budget, torch.Generator().manual_seed(recipe.seed))
+        mask = random_mask(graph, budget, torch.Generator().manual_seed(recipe.seed))
+        network = compact_fresh(model, graph.select(mask))
     else:
         profile = front_heavy(graph) if recipe.protocol == "front_heavy" else None
         network = uniform(model, graph, budget, recipe.align or ALIGN, profile)

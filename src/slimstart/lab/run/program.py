@@ -32,13 +32,13 @@ from slimstart.lab.models import siblings
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.recipes.schedules import learning_rate
 from slimstart.lab.run import environment as surroundings
-from slimstart.lab.run.callbacks import Interrupted, Status, Unwatched, Watcher
+from slimstart.lab.run.callbacks import Interrupted, Status, Watcher
 from slimstart.lab.run.choosing import choose
 from slimstart.lab.run.environment import Place
 from slimstart.lab.run.evaluation import evaluate
 from slimstart.lab.run.make_method import make_method
 from slimstart.lab.run.method import Method
-from slimstart.lab.run.recording import End, Progress, make_record, structure_of
+from slimstart.lab.run.recording import Progress, make_record, structure_of
 from slimstart.lab.run.run_folder import Events, Run
 from slimstart.lab.run.step_times import measured
 from slimstart.lab.run.task import Task
@@ -72,7 +72,7 @@ class Program:
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.recipe, self.run, self.ranks = recipe, run, ranks
-        self.place, self.watcher = place or Place(), watcher or Unwatched()
+        self.place, self.watcher = place or Place(), watcher or Watcher()
         self.task = Task(recipe, self.place, ranks, self.watcher.downloading)
         self.choosing: records.Choosing | None = None
         self.method = self._make_method()
@@ -211,10 +211,9 @@ class Program:
 
         def write() -> records.Record:
             files.save(network, self.run.network)
-            own_flops = flops(network, self.task.example)
-            times = None if self.watcher.stop_requested else measured(self.task, own_flops)
-            end = End(network, own_flops, loss, accuracy, times, self.choosing)
-            record = make_record(self.run.folder.resolve().name, self.task, self.method, self.progress, end)
+            times = None if self.watcher.stop_requested else measured(self.task, flops(network, self.task.example))
+            name, finished = self.run.folder.resolve().name, (network, loss, accuracy, times, self.choosing)
+            record = make_record(name, self.task, self.method, self.progress, *finished)
             records.write(record, self.run.record)
             return record
 

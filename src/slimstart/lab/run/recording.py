@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slimstart.flop_counter import flops
 from slimstart.lab import records
 from slimstart.lab.run import environment as surroundings
 from slimstart.lab.run.method import Method
@@ -47,31 +48,26 @@ class Progress:
         return cls(**{**state, "history": history, "structures": structures})
 
 
-class End(NamedTuple):
-    """The result of a run.
+def make_record(
+    name: str,
+    task: Task,
+    method: Method,
+    progress: Progress,
+    network: nn.Module,
+    loss: float,
+    accuracy: float,
+    times: StepTimes | None,
+    choosing: records.Choosing | None,
+) -> records.Record:
+    """The record of a finished run.
 
-    Attributes:
-        network: the finished network.
-        flops: FLOPs of that network, for one image.
-        loss, accuracy: those of that network, on the test images.
+    Args:
+        network: the finished network; `loss` and `accuracy` are its own, on the test images.
         times: step times; None where they were not measured.
         choosing: the choice of the structure, where there were trials.
     """
-
-    network: nn.Module
-    flops: int
-    loss: float
-    accuracy: float
-    times: StepTimes | None
-    choosing: records.Choosing | None = None
-
-
-def make_record(name: str, task: Task, method: Method, progress: Progress, end: End) -> records.Record:
-    """The record of a finished run."""
-    network, own_flops, times, recipe = end.network, end.flops, end.times, task.recipe
-    choosing_flops, choosing_seconds = (
-        (0, 0.0) if end.choosing is None else (end.choosing.train_flops, end.choosing.train_seconds)
-    )
+    recipe, own_flops = task.recipe, flops(network, task.example)
+    choosing_flops, choosing_seconds = (0, 0.0) if choosing is None else (choosing.train_flops, choosing.train_seconds)
     train_flops = method.ledger.total + choosing_flops
     train_seconds = sum(epoch.seconds for epoch in progress.history) + progress.seconds  # the latter of finishing
     own_params = sum(parameter.numel() for parameter in network.parameters())
@@ -97,8 +93,8 @@ def make_record(name: str, task: Task, method: Method, progress: Progress, end: 
         **surroundings.facts(task.device),
         started=progress.started,
         finished=surroundings.now(),
-        accuracy=end.accuracy,
-        test_loss=end.loss,
+        accuracy=accuracy,
+        test_loss=loss,
         flops=own_flops,
         dense_flops=task.dense.flops,
         flops_ratio=own_flops / task.dense.flops,
@@ -122,7 +118,7 @@ def make_record(name: str, task: Task, method: Method, progress: Progress, end: 
         ports=sum(isinstance(layer, StreamPort) for layer in network.modules()),
         building_seconds=method.building_seconds,
         structures=tuple(progress.structures) or None,
-        choosing=end.choosing,
+        choosing=choosing,
         **_exchanged(task, progress),
     )
 

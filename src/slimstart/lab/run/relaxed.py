@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from slimstart.errors import CheckpointError
 from slimstart.flop_counter import counting
 from slimstart.graph import trace
-from slimstart.lab.methods.gated_network import Gated, fold_, verify_gating
-from slimstart.lab.methods.relaxations import make_gates
+from slimstart.lab.methods.gated_network import Gated, fold_, make_gates, verify_gating
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run.fixed import Stage, Staged
 from slimstart.lab.run.method import Batch, Loss

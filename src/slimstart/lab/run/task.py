@@ -13,7 +13,7 @@ from slimstart.distributed import synchronise_batch_norm
 from slimstart.distributed.process_group import SINGLE_PROCESS, ProcessGroup, gradient_bytes
 from slimstart.flop_counter import flops
 from slimstart.lab.data import Batches, ImageData, Share
-from slimstart.lab.data.mixup import Mixed
+from slimstart.lab.data.augmentation import Mixed
 from slimstart.lab.recipes.recipe import Recipe, make_model
 from slimstart.lab.run import environment as surroundings
 from slimstart.lab.run.environment import Place
