@@ -6,7 +6,7 @@ what happens next: the structure is learned and, now and then, changed; `drawing
 follows around a model (`DistributedDataParallel`, `torch.compile`), `final_mask.py` the choice at the end.
 
 `engine.py` chooses between eager and captured steps. `graphs.py` keeps the captured steps. Each of them (`captured.py`)
-is a few CUDA graphs (`cuda_graph.py`), with fused operations (`fusion.py`, `feed_forward.py`, on the calls that `calls.py`
+is a few CUDA graphs (`cuda_graph.py`), with fused operations (`fusion.py`, `chains.py`, on the calls that `calls.py`
 sees) and one depthwise kernel for all widths (`depthwise_mode.py`). `host_memory.py` estimates memory for a dense model
 on the host, `measuring.py` times networks for budgets of time, and `plain.py` trains an ordinary network on the same
 engine.

@@ -3,7 +3,7 @@
 `record` runs a forward once and notes the calls of torch functions and the values that they read. `fused` runs the same
 forward again, with
 
-- each batch norm, the sum and the ReLU after it as one kernel (`feed_forward.py`);
+- each batch norm, the sum and the ReLU after it as one kernel (`chains.py`);
 - the parameters that autocast would cast layer by layer cast together, and their gradients too (`Caster`);
 - the batch counters of all batch norms incremented together (`Counters`).
 
