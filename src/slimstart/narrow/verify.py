@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -225,7 +226,7 @@ def _randomise(model: nn.Module, graph: ChannelGraph, generator: torch.Generator
         if tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or name in graph.tensors):
             values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
             if tensor.dim() > 1:
-                values = (values - 0.5) * (12.0 / (tensor.numel() / tensor.shape[0])) ** 0.5
+                values = (values - 0.5) * (12.0 / max(1, math.prod(tensor.shape[1:]))) ** 0.5
             else:
                 values = 0.5 + values
             tensor.copy_(values)
