@@ -120,7 +120,8 @@ class ModuleCall:
         plain: whether it was called with one tensor and nothing else.
         num_results: length of the tuple that it returned, 0 for a tensor.
         before: the first argument, if that is a tensor.
-        after: the tensor returned, or the first of a tuple of which the others are None.
+        after: the tensor returned, or the first of a tuple of tensors and None.
+        others: serial numbers of the other tensors of this tuple.
     """
 
     module: str
@@ -128,6 +129,7 @@ class ModuleCall:
     num_results: int
     before: Seen | None
     after: Seen | None
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,6 +208,7 @@ class Constraints:
     over_channels: dict[CallKey, ChannelsOfCall] = field(default_factory=dict)  # these operations
     added_parameters: dict[int, str] = field(default_factory=dict)  # nodes that are kept unless they are normed
     calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
+    results_used: set[int] = field(default_factory=set)  # serial numbers of tensors that operations read
     parameter_sizes: list[tuple[ParameterIndices, Expression, str]] = field(default_factory=list)  # see `resolve`
     parameter_norms: list[tuple[CallKey, int, ParameterIndices]] = field(default_factory=list)
     followers: list[tuple[ParameterIndices, ParameterIndices]] = field(default_factory=list)

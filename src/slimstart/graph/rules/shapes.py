@@ -16,12 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Count, Layout, when_carried
 from slimstart.graph.rules.register import register_rule
-from slimstart.graph.sizes import Attribute, Dimension, Expression, Shape, Size, leaves
+from slimstart.graph.sizes import Attribute, Dimension, Expression, Shape, Size, expression_of, leaves, plain
 from slimstart.graph.tracer import Call, Tracer, Value, compress
-
-
-def _expression(size: Any) -> Expression | int:
-    return size.expression if isinstance(size, Size) else int(size)
 
 
 def _written_sizes(call: Call) -> list[Any]:
@@ -40,7 +36,7 @@ def _written_sizes(call: Call) -> list[Any]:
 
 def _as_written(call: Call, size: int) -> Expression | int:
     """The expression of an integer argument, found by value among those that the user wrote."""
-    return next((_expression(s) for s in _written_sizes(call) if isinstance(s, Size) and s == size), int(size))
+    return next((expression_of(s) for s in _written_sizes(call) if isinstance(s, Size) and plain(s) == size), size)
 
 
 def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
@@ -48,8 +44,8 @@ def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
     written = _written_sizes(call)
     for start in range(len(written) - len(sizes) + 1):
         row = written[start : start + len(sizes)]
-        if list(map(int, row)) == sizes:
-            return list(map(_expression, row))
+        if list(map(plain, row)) == sizes:
+            return list(map(expression_of, row))
     return list(sizes)
 
 
@@ -62,7 +58,7 @@ def create(tracer: Tracer, call: Call) -> None:
         return
     for size in sizes:
         if not isinstance(size, int) and any(isinstance(leaf, Dimension) for leaf in leaves(size)):
-            tracer.size_used_as_number(size)
+            tracer.size_used(size)
 
 
 def sized(tracer: Tracer, tensor: Tensor, dim: int, sizes: Sequence[Expression | int | None], reason: str) -> bool:
@@ -138,9 +134,9 @@ def reshape(tracer: Tracer, call: Call) -> None:
         written = _written_sizes(call)
         if call.name == "unflatten":
             written = written[-len(asked) :]
-        if len(written) == len(asked) and all(int(a) == int(w) for a, w in zip(asked, written, strict=True)):
+        if len(written) == len(asked) and all(a == plain(w) for a, w in zip(asked, written, strict=True)):
             asked = written
-    sizes: list[Expression | int | None] = [None if a == -1 or tracer.decomposing else _expression(a) for a in asked]
+    sizes: list[Expression | int | None] = [None if a == -1 or tracer.decomposing else expression_of(a) for a in asked]
     if call.name == "unflatten":
         dim = call["dim"] % call["self"].dim()
         sizes = [None] * dim + sizes + [None] * (len(moved.shape) - dim - len(sizes))
@@ -176,7 +172,7 @@ def argument_as_written(call: Call, name: str, position: int) -> Expression | in
         return int(call[name])
     _, args, kwargs = call.written
     written = kwargs.get(name, args[position] if len(args) > position else call[name])
-    return _expression(written) if isinstance(written, int) else int(call[name])
+    return expression_of(written) if isinstance(written, int) else int(call[name])
 
 
 @register_rule(
