@@ -347,10 +347,10 @@ class Several(nn.Module):
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.gate, self.up, self.down = nn.Sequential(nn.Linear(6, 8), nn.Sigmoid()), nn.Linear(6, 8), nn.Linear(8, 6)
 
     def forward(self, x):
-        gate = self.gate(x).sigmoid()
+        gate = self.gate(x)
         return x + self.down(gate * self.up(x)), gate
 
 

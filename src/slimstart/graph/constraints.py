@@ -208,7 +208,7 @@ class Constraints:
     over_channels: dict[CallKey, ChannelsOfCall] = field(default_factory=dict)  # these operations
     added_parameters: dict[int, str] = field(default_factory=dict)  # nodes that are kept unless they are normed
     calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
-    results_used: set[int] = field(default_factory=set)  # serial numbers of tensors that operations read
+    last_read: dict[int, int] = field(default_factory=dict)  # serial number of a tensor -> how many calls before
     parameter_sizes: list[tuple[ParameterIndices, Expression, str]] = field(default_factory=list)  # see `resolve`
     parameter_norms: list[tuple[CallKey, int, ParameterIndices]] = field(default_factory=list)
     followers: list[tuple[ParameterIndices, ParameterIndices]] = field(default_factory=list)
@@ -301,6 +301,8 @@ class Constraints:
             return CONSTANT if node == ZERO and not zero_preserving else node
         if node not in self._changed:
             self._changed[node] = self.new_node(self.live[node], exact=True, like=node)
+            if node in self.products:  # scores with a mask are scores
+                self.products.add(self._changed[node])
         return self._changed[node]
 
     def added(self, first: int, second: int) -> int:

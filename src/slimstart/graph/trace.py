@@ -174,7 +174,8 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
     unsaved = frozenset(name for name, _ in copied.named_buffers() if name not in saved)
     tracer = Tracer(constraints, names, sizes, native, portable, rule_for, training, unsaved)
     for name, module in copied.named_modules():
-        if not type(module).__module__.startswith("torch."):
+        # The layers of PyTorch follow their tensors; its whole transformer compares its attribute with the input.
+        if not type(module).__module__.startswith("torch.") or isinstance(module, nn.Transformer):
             for attribute, value in list(vars(module).items()):
                 if _is_count(value):
                     module.__dict__[attribute] = tracer.size_of_attribute(name, attribute, value)

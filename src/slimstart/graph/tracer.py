@@ -188,7 +188,7 @@ class Tracer:
         if known is None and id(tensor) in self.names:
             dims = range(tensor.dim())
             fields = [torch.arange(tensor.shape[d]).view([-1 if e == d else 1 for e in dims]) for d in dims]
-            return Value(tuple(fields), tensor.shape, self.names[id(tensor)])
+            return Value(tuple(fields), shape_of(tensor), self.names[id(tensor)])
         if known is not None and known.shape != shape_of(tensor):  # resized in place
             self.constraints.keep_all(known.nodes, "it is resized in place") if known.source is None else None
             return None
@@ -260,7 +260,7 @@ class Tracer:
         """Note that an operation reads these tensors, or the network returns them."""
         if self.count_costs:
             found = (self._serials.get(tensor) for tensor in tensors)
-            self.constraints.results_used.update(serial for serial in found if serial is not None)
+            self.constraints.last_read.update((s, len(self.constraints.calls)) for s in found if s is not None)
 
     def set(self, tensor: Tensor, nodes: Tensor) -> None:
         """Set the nodes of a tensor: a field with its number of dimensions, of length one where nothing changes."""
@@ -270,7 +270,7 @@ class Tracer:
         if nodes.numel() == 1 and int(nodes) == 0:
             self.values.pop(tensor, None)
         else:
-            self.values[tensor] = Value((nodes,), tensor.shape)
+            self.values[tensor] = Value((nodes,), shape_of(tensor))
 
     def write(self, tensor: Tensor, nodes: Tensor) -> None:
         """Set the nodes of a tensor that was written in place, and of all others that have its memory."""

@@ -227,7 +227,11 @@ def cut(tracer: Tracer, call: Call) -> None:
     where = f"part of it is taken in {tracer.modules[-1] or 'the forward'}"
     rows = value.nodes.movedim(dim, 0).reshape(size, -1)
     if step != 1 and len(value.varies()) == 1:
-        return tracer.constraints.keep_all(rows, where)
+        if size % step or start >= step or end < size:
+            return tracer.constraints.keep_all(rows, where)
+        for block in rows.view(-1, step).tolist():  # `x[..., ::2]`: whole blocks can go
+            tracer.constraints.together.append(tuple(map(when_carried, block)))
+        return None
     if step != 1:  # every second feature of each head
         sizes: list[Expression | int | None] = [None] * len(value.shape)
         return tracer.constraints.layouts.append(_layout(value.nodes, sizes, where, rigid=(dim,)))
@@ -312,8 +316,8 @@ def concatenate(tracer: Tracer, call: Call) -> None:
         nodes = torch.zeros((1,) * tensor.dim(), dtype=torch.int64) if value is None else value.nodes
         if parameter is not None:
             written = None
-            if call.name != "stack" and len(along) == 1:  # a class token, concatenated to the others
-                written = tracer.parameter_writes(parameter, next(iter(along)), tensor.dim())
+            if call.name != "stack" and len(along) == 1:
+                written = _joined(tracer, parameter, tensors, next(iter(along)))
             if written is None:
                 tracer.pin(parameter, "it is concatenated")
             else:
@@ -337,6 +341,22 @@ def concatenate(tracer: Tracer, call: Call) -> None:
     tracer.set(result, merged)
 
 
+def _joined(tracer: Tracer, parameter: Value, tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The nodes of a parameter that is concatenated to channels along `dim`, as a class token; None if it is kept."""
+    dims = tensors[0].dim()
+    met = [value.nodes for value in map(tracer.activation, tensors) if value is not None and dim in value.varies()]
+    if len(met) == 1 and tracer.constraints.products.issuperset(met[0].reshape(-1).tolist()):
+        fields = [f.view((1,) * (dims - f.dim()) + f.shape) for f in parameter.fields]
+        own = [d for d, field in enumerate(fields) if field.shape[dim] > 1]
+        if (
+            len(own) == 1 and fields[own[0]].shape == met[0].shape
+        ):  # a score for each head, which goes with it (gpt-oss)
+            indices, nodes = fields[own[0]].reshape(-1).tolist(), met[0].reshape(-1).tolist()
+            tracer.constraints.follow(parameter.source or "", own[0], indices, list(map(when_carried, nodes)))
+            return met[0]
+    return tracer.parameter_writes(parameter, dim, dims)
+
+
 @register_rule("constant_pad_nd", "pad")
 def pad(tracer: Tracer, call: Call) -> None:
     """Padding: in space it belongs to the channel; along channels it adds channels that are always there."""
@@ -357,6 +377,25 @@ def pad(tracer: Tracer, call: Call) -> None:
             nodes = torch.cat([parts[0], nodes, parts[1]], dim)
     tracer.set(call.result, nodes)
     return None
+
+
+@register_rule("view_as_complex")
+def as_complex(tracer: Tracer, call: Call) -> None:
+    """Pairs of numbers as complex ones (rotary embeddings): both belong to the same channel from here on."""
+    value = tracer.value(call["self"])
+    assert value is not None
+    if value.source is None and value.nodes.shape[-1] > 1:
+        for pair in value.nodes.reshape(-1, 2).unique(dim=0).tolist():
+            tracer.constraints.together.append(tuple(map(when_carried, pair)))
+    tracer.values[call.result] = value.moved(lambda f: f.select(-1, 0))
+
+
+@register_rule("view_as_real")
+def as_real(tracer: Tracer, call: Call) -> None:
+    """Complex numbers as pairs, of one channel each."""
+    value = tracer.value(call["self"])
+    assert value is not None
+    tracer.values[call.result] = value.moved(lambda f: f.unsqueeze(-1).expand(*f.shape, 2))
 
 
 @register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
