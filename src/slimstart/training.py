@@ -36,11 +36,10 @@ from slimstart.errors import CheckpointError, TraceError
 from slimstart.flop_counter import flops as count_flops
 from slimstart.graph import ChannelGraph
 from slimstart.io import checkpoints, training_state
-from slimstart.narrow import Change, Executed, recalibrate, sign_of_training, suit_, trace_verified
+from slimstart.narrow import Change, Executed, recalibrate, sign_of_training, suit_, trace_verified, without_verified
 from slimstart.narrow.hooks import remove_hooks
 from slimstart.narrow.optimizer_state import check_state, held_by, unwrapped
 from slimstart.narrow.state_dicts import ModelState, PartialLoads
-from slimstart.narrow.verify import prove
 from slimstart.policies import Budget, Learner, Policy, get_policy, joined
 from slimstart.policies.base import check_count, removed_layers
 from slimstart.steps import host_memory as memory
@@ -146,13 +145,16 @@ class SparseTraining(Stepping):
             norms = "keep" if pretrained else "shrink"
             graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep, norms)
         self._check_prunable(graph)
-        # A trained network would be another one without a layer.
-        self._costs = replace(graph.costs, layers=()) if pretrained else graph.costs
-        self.learner: Learner = self.policy.start(self._costs, budget, total_steps)
-        first = graph.without(graph.layers[i].name for i in removed_layers(self.learner))
-        if first.removed:
+        while True:
+            # A trained network would be another one without a layer.
+            self._costs = replace(graph.costs, layers=()) if pretrained else graph.costs
+            self.learner: Learner = self.policy.start(self._costs, budget, total_steps)
+            first = graph.without(graph.layers[i].name for i in removed_layers(self.learner))
             with uncompiled():
-                prove(self.model, first, examples, gradients=False)
+                verified = without_verified(self.model, graph, first.removed, examples)
+            if len(verified.layers) == len(graph.layers):
+                break
+            graph = verified
         gradients = None
         if self.policy.learns_from == "gradients":
             place = device or device_of(self.model)

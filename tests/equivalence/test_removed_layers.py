@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -295,7 +296,7 @@ def test_modules_with_two_names_and_modules_with_hooks_cannot_go():
 
 
 class Kinds(nn.Module):
-    """A network that reads a setting of blocks that are called with one tensor."""
+    """A network that reads settings of blocks that are called with one tensor, and of modules in them."""
 
     def __init__(self):
         super().__init__()
@@ -304,22 +305,83 @@ class Kinds(nn.Module):
     def forward(self, x):
         x = self.embed(x)
         for block in self.blocks:
-            x = block(x if block.kind == "full" else x.relu())
+            full = block.kind == "full" and block.config.kind == "full" and block.kinds[0] == block.act.kind == "full"
+            x = block(x if full else x.relu())
         return self.head(x)
 
 
 class Kind(nn.Module):
     def __init__(self):
         super().__init__()
-        self.kind, self.up, self.down = "full", nn.Linear(6, 8), nn.Linear(8, 6)
+        self.kind, self.kinds, self.config = "full", ["full"], SimpleNamespace(kind="full")
+        self.up, self.act, self.down = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)
+        self.act.kind = "full"
 
     def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
+        return x + self.down(self.act(self.up(x)))
 
 
 def test_the_identity_has_the_settings_of_the_block_that_it_replaces():
     report = verify(Kinds(), torch.randn(2, 5))
     assert [layer.name for layer in report.graph.layers] == ["blocks.0", "blocks.1"]
+
+
+class Several(nn.Module):
+    """Blocks that return a second tensor, which is read for some of them."""
+
+    def __init__(self, read=(), returned=()):
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList([Gated() for _ in range(3)])
+        self.read, self.returned = read, returned
+
+    def forward(self, x):
+        x, extra, returned = self.embed(x), 0.0, []
+        for i, block in enumerate(self.blocks):
+            x, gate = block(x)
+            extra = extra + gate.mean() if i in self.read else extra
+            returned += [gate] if i in self.returned else []
+        return self.head(x) + extra, returned
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Sequential(nn.Linear(6, 8), nn.Sigmoid()), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        gate = self.gate(x)
+        return x + self.down(gate * self.up(x)), gate
+
+
+def test_a_block_can_go_if_its_other_results_are_not_used():
+    report = verify(Several(read=[1]), torch.randn(2, 5))
+    assert {layer.name: layer.num_results for layer in report.graph.layers} == {"blocks.0": (2,), "blocks.2": (2,)}
+    assert report.graph.not_removable["blocks.1.down"] == "another of its results is used"
+    returned = verify(Several(returned=[0, 1]), torch.randn(2, 5)).graph
+    assert [layer.name for layer in returned.layers] == ["blocks.2"]
+
+
+class Standardised(nn.Module):
+    """A residual block whose convolution computes its weight (BiT, NFNet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = StandardisedConv(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(x.relu())
+
+
+class StandardisedConv(nn.Conv2d):
+    def forward(self, x):
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(x, self.weight - mean, self.bias, padding=1)
+
+
+def test_a_residual_block_with_computed_weights_can_go():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), Standardised(), nn.Conv2d(6, 2, 1))
+    assert [layer.name for layer in verify(model, torch.randn(2, 3, 6, 6)).graph.layers] == ["1"]
 
 
 @pytest.mark.parametrize("coupling", ["stream", "filter"])

@@ -16,9 +16,8 @@ from tests.zoo.transformers import MLPMixer
 COUPLINGS = ("stream", "filter")
 SHRINKING = [
     "mlp_mixer", "vit_separate", "vit_fused", "vit_product", "nanogpt", "nanogpt_loss", "decoder_expand",
-    "decoder_repeat_interleave", "convnext", "upcast_norm",
-    "encoder_stack", "encoder_stack_prenorm", "multihead_attention", "standardised_convs", "standardised_convs_gain",
-    "one_head",
+    "decoder_repeat_interleave", "convnext", "upcast_norm", "encoder_decoder", "encoder_stack",
+    "encoder_stack_prenorm", "multihead_attention", "standardised_convs", "standardised_convs_gain", "one_head",
 ]  # fmt: skip
 COARSE = ("encoder_stack_prenorm", "standardised_convs", "standardised_convs_gain")  # two heads, or groups of filters
 OTHERS = ["cbam", "resnet_basic"]

@@ -598,3 +598,40 @@ def test_an_interrupted_change_of_layers_is_completed(monkeypatch):
     run(sparse, optimizer, 8, start=4)
     assert [layer.name for layer in sparse.graph.removed] == ["stage2.1"]
     assert sparse.finish()(batch(0)[0]).shape == (BATCH, 4)
+
+
+class ReadsWeights(nn.Module):
+    """A network that reads a weight in some of its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            x = block(x.to(block.up.weight.dtype) if i % 2 else x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def test_layers_without_which_the_forward_fails_are_kept(caplog):
+    torch.manual_seed(0)
+    model, x = ReadsWeights(), torch.randn(4, 12)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparse = SparseTraining(model, optimizer, x, Flops(0.3), total_steps=4)
+    assert {layer.name for layer in sparse.graph.removed} == {"blocks.2", "blocks.4"}
+    assert "has no attribute 'weight'" in sparse.graph.not_removable["blocks.5"]
+    assert "blocks.5 cannot be removed" in caplog.text
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert isinstance(sparse.finish().blocks[2], nn.Identity)

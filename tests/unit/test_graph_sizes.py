@@ -148,6 +148,16 @@ def grouped_heads(m, x):
     return attend(q, k, v).reshape(b, n, m.heads * m.width)
 
 
+def asserted(m, x):
+    """Sizes are compared with attributes that nothing else reads, as a whole shape and one by one."""
+    y = product_by_hand(m, x)
+    if y.size() != (*x.shape[:2], m.dim):
+        raise ValueError("an unexpected shape")
+    assert m.q(x).shape[-1] == m.heads * m.width
+    assert m.dim == y.shape[2]
+    return y
+
+
 FOLLOWED = [
     (product, {}, {"heads"}),
     (product, {"heads": 2, "width": 7}, {"heads"}),
@@ -165,6 +175,7 @@ FOLLOWED = [
     (grouped_split, {}, {"heads", "groups"}),
     (grouped_sum, {"groups": 2}, {"heads", "groups"}),
     (grouped_heads, {"groups": 2}, {"heads", "groups"}),
+    (asserted, {}, {"heads", "dim"}),
 ]
 
 
@@ -217,6 +228,14 @@ def heads_as_number(m, x):
     return product(m, x) / m.heads
 
 
+def heads_as_integer(m, x):
+    return product(m, x) / int(m.heads)
+
+
+def heads_compared(m, x):
+    return product(m, x) if m.heads == 4 else x
+
+
 def literal(m, x):
     b, n, _ = x.shape
     q, k, v = m.qkv(x).reshape(b, n, 3, -1, m.width).permute(2, 0, 3, 1, 4)
@@ -236,7 +255,9 @@ def of_a_constant(m, x):
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
-@pytest.mark.parametrize("forward", [heads_as_number, literal, rounded, of_a_constant])
+@pytest.mark.parametrize(
+    "forward", [heads_as_number, heads_as_integer, heads_compared, literal, rounded, of_a_constant]
+)
 def test_layers_with_fixed_sizes_are_not_pruned_and_named(forward, coupling):
     torch.manual_seed(0)
     model, inputs = Network(forward), torch.randn(2, 5, 5)

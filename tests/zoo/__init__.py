@@ -174,6 +174,7 @@ ZOO: dict[str, Entry] = {
     "nanogpt_loss": Entry(
         transformers.NanoGPT, _pair(_tokens(), _tokens(9, 20)), whole=("transformer.wte", "transformer.wpe")
     ),
+    "encoder_decoder": Entry(transformers.EncoderDecoder, _sequence, whole=("inp",)),
     "encoder_stack": Entry(transformers.EncoderStack, _sequence, whole=("inp",)),
     "encoder_stack_prenorm": Entry(transformers.PreNormEncoderStack, _sequence, whole=("inp",)),
     "multihead_attention": Entry(transformers.MHABlock, _pair(_sequence, _floats(2, 4, 7)), whole=("inp",)),
@@ -204,6 +205,10 @@ ZOO: dict[str, Entry] = {
     "computed_bias": Entry(partial(attention.Residual, attention.ComputedBias), _sequence, 0.95),
     "channel_attention": Entry(partial(attention.Residual, attention.ChannelAttention), _sequence, 0.95),
     "interleaved_rotation": Entry(partial(attention.Residual, attention.InterleavedRotation), _sequence, 0.95),
+    "complex_rotation": Entry(partial(attention.Residual, attention.ComplexRotation), _sequence, 0.95),
+    "head_parameters": Entry(partial(attention.Residual, attention.HeadParameters), _sequence, 0.95),
+    "interleaved_gate": Entry(partial(attention.Residual, attention.InterleavedGate), _sequence, 0.95),
+    "batched_experts": Entry(partial(attention.Residual, attention.BatchedExperts), _sequence, 0.95),
     "windows_after_heads": Entry(partial(attention.Residual, attention.WindowsAfterHeads), _sequence, 0.95),
     "bias_shape": Entry(partial(attention.Residual, attention.BiasShape), _sequence, 0.95),
     "shape_of_before": Entry(attention.ShapeOfBefore, _sequence, 0.95),

@@ -390,6 +390,77 @@ class InterleavedRotation(nn.Module):
         return torch.stack([-t[..., 1::2], t[..., ::2]], -1).reshape(t.shape)
 
 
+class ComplexRotation(nn.Module):
+    """Pairs of neighbouring features are rotated as complex numbers (Llama as Meta wrote it)."""
+
+    def __init__(self, dim, heads=4, width=4):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.q, self.k, self.v = (nn.Linear(dim, heads * width) for _ in range(3))
+        self.proj = nn.Linear(heads * width, dim)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = (layer(x).view(b, n, self.heads, self.width) for layer in (self.q, self.k, self.v))
+        angles = torch.arange(n, device=x.device, dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.1]).to(x)
+        turns = torch.polar(torch.ones_like(angles), angles).view(1, n, 1, self.width // 2)
+        q, k = (torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2)) * turns for t in (q, k))
+        q, k = (torch.view_as_real(t).flatten(3) for t in (q, k))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.proj(y.transpose(1, 2).reshape(b, n, -1))
+
+
+class HeadParameters(nn.Module):
+    """Parameters with entries for every head: scales, a bias, and one more score (DeBERTa, GAT, gpt-oss)."""
+
+    def __init__(self, dim, heads=4, width=3):
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.qkv = nn.Linear(dim, 3 * heads * width, bias=False)
+        self.proj = nn.Linear(heads * width, dim)
+        self.q_scale, self.k_scale = nn.Parameter(torch.ones(heads, 1, width)), nn.Parameter(torch.ones(heads, 1, 1))
+        self.v_bias, self.sinks = nn.Parameter(torch.zeros(heads * width)), nn.Parameter(torch.zeros(heads))
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = (t.view(b, n, self.heads, self.width).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        v = v + self.v_bias.view(1, 1, self.heads, self.width).transpose(1, 2)
+        scores = (q * self.q_scale) @ (k * self.k_scale).transpose(-2, -1)
+        scores = scores + torch.ones(n, n).to(x).triu(1) * -1e4
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(b, -1, n, -1)
+        scores = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return self.proj((scores @ v).transpose(1, 2).reshape(b, n, -1))
+
+
+class InterleavedGate(nn.Module):
+    """A gate in every second feature (gpt-oss)."""
+
+    def __init__(self, dim, hidden=8):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.down(x[..., ::2] * x[..., 1::2].sigmoid())
+
+
+class BatchedExperts(nn.Module):
+    """Experts whose weights are one parameter, all of them computed (Llama 4)."""
+
+    def __init__(self, dim, experts=3, hidden=8):
+        super().__init__()
+        self.router = nn.Linear(dim, experts)
+        self.up = nn.Parameter(torch.randn(experts, dim, 2 * hidden) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, hidden, dim) * 0.3)
+
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        gates = self.router(tokens).softmax(-1)
+        gate, up = torch.bmm(tokens.expand(len(self.up), -1, -1), self.up).chunk(2, -1)
+        y = torch.bmm(up * F.silu(gate), self.down) * gates.t()[..., None]
+        return y.sum(0).view(x.shape)
+
+
 class WindowsAfterHeads(nn.Module):
     """Attention in windows, which are a dimension after that of the heads (Hiera, NesT)."""
 

@@ -367,6 +367,20 @@ class EncoderStack(nn.Module):
         return self.head(self.encoder(self.inp(x)).mean(dim=1))
 
 
+class EncoderDecoder(nn.Module):
+    """nn.Transformer, which compares the width of its inputs with its attribute."""
+
+    def __init__(self, dim=16, num_classes=6):
+        super().__init__()
+        self.inp = nn.Linear(5, dim)
+        self.transformer = nn.Transformer(dim, 4, 1, 1, dim_feedforward=24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        x = self.inp(x)
+        return self.head(self.transformer(x, x.flip(1)).mean(dim=1))
+
+
 class PreNormEncoderStack(nn.Module):
     """Pre-norm encoder layers in a list, sequence first."""
 

@@ -11,6 +11,7 @@ channels (weights, statistics, momentum, averages) is then moved by `Selection.g
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections import Counter as Counter_
 from collections.abc import Iterable, Mapping
@@ -199,6 +200,16 @@ class ChannelGraph:
             removed=(*self.removed, *gone),
             weights={name: dim for name, dim in self.weights.items() if stays(name)},
             over_channels={key: found for key, found in self.over_channels.items() if stays(key[1])},
+        )
+
+    def keeping(self, reasons: Mapping[str, str]) -> ChannelGraph:
+        """The graph with further layers that cannot go as a whole, as {name: reason}."""
+        kept = [layer.name not in reasons for layer in self.layers]
+        return replace(
+            self,
+            costs=replace(self.costs, layers=tuple(itertools.compress(self.costs.layers, kept))),
+            layers=tuple(itertools.compress(self.layers, kept)),
+            not_removable={**self.not_removable, **reasons},
         )
 
     def units_along(self, axis: int) -> Tensor:

@@ -120,7 +120,8 @@ class ModuleCall:
         plain: whether it was called with one tensor and nothing else.
         num_results: length of the tuple that it returned, 0 for a tensor.
         before: the first argument, if that is a tensor.
-        after: the tensor returned, or the first of a tuple of which the others are None.
+        after: the tensor returned, or the first of a tuple of tensors and None.
+        others: serial numbers of the other tensors of this tuple.
     """
 
     module: str
@@ -128,6 +129,7 @@ class ModuleCall:
     num_results: int
     before: Seen | None
     after: Seen | None
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,6 +208,7 @@ class Constraints:
     over_channels: dict[CallKey, ChannelsOfCall] = field(default_factory=dict)  # these operations
     added_parameters: dict[int, str] = field(default_factory=dict)  # nodes that are kept unless they are normed
     calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
+    last_read: dict[int, int] = field(default_factory=dict)  # serial number of a tensor -> how many calls before
     parameter_sizes: list[tuple[ParameterIndices, Expression, str]] = field(default_factory=list)  # see `resolve`
     parameter_norms: list[tuple[CallKey, int, ParameterIndices]] = field(default_factory=list)
     followers: list[tuple[ParameterIndices, ParameterIndices]] = field(default_factory=list)
@@ -298,6 +301,8 @@ class Constraints:
             return CONSTANT if node == ZERO and not zero_preserving else node
         if node not in self._changed:
             self._changed[node] = self.new_node(self.live[node], exact=True, like=node)
+            if node in self.products:  # scores with a mask are scores
+                self.products.add(self._changed[node])
         return self._changed[node]
 
     def added(self, first: int, second: int) -> int:

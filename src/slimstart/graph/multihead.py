@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimstart.graph.sizes import plain
 from slimstart.graph.tracer import Tracer
 
 
 def follow_heads(tracer: Tracer, name: str, module: nn.MultiheadAttention) -> None:
     """Let a copy of a layer compute by single operations from now on, where it is of the common form."""
     common = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
-    common = common and int(module.num_heads) > 1  # its only head cannot go, and its scale is that of all channels
+    common = common and plain(module.num_heads) > 1  # its only head cannot go, and its scale is that of all channels
     if type(module).forward is not nn.MultiheadAttention.forward or not common:
         return
     for attribute in ("embed_dim", "num_heads"):
@@ -68,8 +69,8 @@ def _attend(
     y = y if layer.batch_first else y.transpose(0, 1)
     if not need_weights:
         return y, None
-    shape = (batch, *(() if average_attn_weights else (int(layer.num_heads),)), length, k.shape[-2])
-    returned = torch.full(tuple(map(int, shape)), 1.0 / k.shape[-2], dtype=query.dtype, device=query.device)
+    shape = (batch, *(() if average_attn_weights else (plain(layer.num_heads),)), length, k.shape[-2])
+    returned = torch.full(tuple(map(plain, shape)), 1.0 / k.shape[-2], dtype=query.dtype, device=query.device)
     tracer.averages[returned] = tracer.activation(q)
     return y, returned
 

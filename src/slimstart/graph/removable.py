@@ -129,7 +129,7 @@ class _Search:
         before, after = call.before.nodes, call.after.nodes
         if before is None or after is None or before.shape != after.shape:
             return False
-        if not any(_within(name, call.module) for name in self.mixing):
+        if not any(_within(cost.module, call.module) for cost in self.constraints.costs):
             return False
         find, live = self.constraints.carriers.find, self.constraints.live
         grown = False
@@ -241,6 +241,10 @@ class _Search:
         for name, reason in self.reasons.items():
             if layer.has(name) or any(_within(module, name) for module in layer.modules):
                 raise _RefusedError(reason)
+        for name in layer.modules:
+            last = (self.constraints.last_read.get(other, 0) for other in self.once[name].others)
+            if any(number > self.order[name] for number in last):
+                raise _RefusedError("another of its results is used")
         if any(self.modules[name]._forward_hooks or self.modules[name]._forward_pre_hooks for name in layer.modules):
             raise _RefusedError("it has forward hooks, which would not run without it")
         for names in self.shared:

@@ -5,8 +5,9 @@ are removed, `c` is smaller, and `self.groups` is the same unless the attribute 
 comes from, the tracer gives the forward `Size` objects in place of plain integers: they behave as integers and have an
 expression whose leaves are dimensions of tensors and attributes of modules.
 
-A `Size` that is turned into a float (`c ** -0.5`, `math.sqrt(c)`) is used as a number, not as a shape. A narrow network
-would compute another number, so the size must not shrink: `Size` calls `report`.
+A `Size` that is turned into a number (`c ** -0.5`, `int(c)`, `math.sqrt(c)`) is used as one, not as a shape. A narrow
+network would compute another number, so the size must not shrink: `Size` calls `report`. It does so, too, where two
+sizes are compared and are equal (`assert c == self.dim`), because they must remain equal.
 """
 
 from __future__ import annotations
@@ -86,13 +87,17 @@ def _only_shrinks(expression: Expression | int) -> bool:
     return not isinstance(expression, int) or expression >= 0
 
 
+Report = Callable[..., None]
+"""Called with an expression that is used as a number, or with two that have been found equal."""
+
+
 class Size(int):
     """An `int` with an expression. Integer arithmetic keeps the expression, anything else loses it."""
 
     expression: Expression
-    report: Callable[[Expression], None]
+    report: Report
 
-    def __new__(cls, value: int, expression: Expression, report: Callable[[Expression], None]) -> Size:
+    def __new__(cls, value: int, expression: Expression, report: Report) -> Size:
         size = super().__new__(cls, value)
         size.expression = expression
         size.report = report
@@ -102,9 +107,9 @@ class Size(int):
         if not isinstance(other, int):
             self.report(self.expression)
             return NotImplemented
-        mine, theirs = self.expression, other.expression if isinstance(other, Size) else int(other)
+        mine, theirs = self.expression, expression_of(other)
         left, right = (theirs, mine) if swapped else (mine, theirs)
-        values = (int(other), int(self)) if swapped else (int(self), int(other))
+        values = (plain(other), plain(self)) if swapped else (plain(self), plain(other))
         return Size(function(*values), Arithmetic(function, left, right), self.report)
 
     def __add__(self, other: Any) -> Any:
@@ -136,7 +141,10 @@ class Size(int):
 
     def _number(self) -> int:
         self.report(self.expression)
-        return int(self)
+        return plain(self)
+
+    def __int__(self) -> int:
+        return self._number()
 
     def __float__(self) -> float:
         return float(self._number())
@@ -160,7 +168,7 @@ class Size(int):
         literal = isinstance(other, int) and not isinstance(other, Size)
         if not (below and literal and _only_shrinks(self.expression)):
             self.report(self.expression)
-        return int(self)
+        return plain(self)
 
     def __lt__(self, other: Any) -> Any:
         return self._compared(other, below=int.__lt__(self, other) is True).__lt__(other)
@@ -174,11 +182,32 @@ class Size(int):
     def __ge__(self, other: Any) -> Any:
         return self._compared(other, below=int.__lt__(self, other) is True).__ge__(other)
 
-    def __int__(self) -> int:
-        return int.__int__(self)
+    def __eq__(self, other: object) -> bool:
+        same = int.__eq__(self, other)
+        if same is True:
+            self.report(self.expression, expression_of(other))
+        return same
+
+    def __ne__(self, other: object) -> bool:
+        different = int.__ne__(self, other)
+        if different is False:
+            self.report(self.expression, expression_of(other))
+        return different
+
+    __hash__ = int.__hash__
 
     def __reduce__(self) -> Any:
-        return int, (int.__int__(self),)
+        return int, (plain(self),)
+
+
+def plain(size: Any) -> int:
+    """A size as an integer without an expression; this is no use that is reported."""
+    return int.__int__(size)
+
+
+def expression_of(size: Any) -> Expression | int:
+    """The expression of a size, or the integer itself."""
+    return size.expression if isinstance(size, Size) else plain(size)
 
 
 class Shape(tuple[int, ...]):

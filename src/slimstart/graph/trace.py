@@ -35,7 +35,7 @@ from slimstart.graph.channels import ChannelGraph
 from slimstart.graph.constraints import Constraints, ModuleCall, Seen
 from slimstart.graph.multihead import follow_heads
 from slimstart.graph.rules import rule_for
-from slimstart.graph.sizes import Dimension, Shape, Size
+from slimstart.graph.sizes import Dimension, Shape, Size, plain
 from slimstart.graph.tracer import OVER_CHANNELS, Call, Tracer, bind
 from slimstart.inputs import as_call
 
@@ -174,7 +174,8 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
     unsaved = frozenset(name for name, _ in copied.named_buffers() if name not in saved)
     tracer = Tracer(constraints, names, sizes, native, portable, rule_for, training, unsaved)
     for name, module in copied.named_modules():
-        if not type(module).__module__.startswith("torch."):
+        # The layers of PyTorch follow their tensors; its whole transformer compares its attribute with the input.
+        if not type(module).__module__.startswith("torch.") or isinstance(module, nn.Transformer):
             for attribute, value in list(vars(module).items()):
                 if _is_count(value):
                     module.__dict__[attribute] = tracer.size_of_attribute(name, attribute, value)
@@ -198,6 +199,7 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
             outputs = copied(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model's forward fails on `example_inputs`: {type(error).__name__}: {error}") from error
+    tracer.note_read(_tensors_in(outputs))
     for tensor in _tensors_in(outputs):
         if (value := tracer.activation(tensor)) is not None:
             constraints.freeze(value.nodes, "it is an output of the network")
@@ -209,7 +211,7 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
 
 def _is_count(value: Any) -> bool:
     """Whether the value of an attribute may be a number of channels."""
-    return isinstance(value, int) and not isinstance(value, bool) and int(value) > 0
+    return isinstance(value, int) and not isinstance(value, bool) and plain(value) > 0
 
 
 def _is_configuration(value: Any) -> bool:
@@ -263,10 +265,12 @@ def _listening(tracer: Tracer, model: nn.Module) -> Iterator[None]:
     def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name, before = tracer.modules.pop(), first_arguments.pop()
         if tracer.count_costs:
-            alone = isinstance(result, tuple) and result and all(other is None for other in result[1:])
-            num_results, result = (len(result), result[0]) if alone else (0, result)
-            plain = len(args) == 1 and not kwargs
-            tracer.constraints.calls.append(ModuleCall(name, plain, num_results, before, tracer.seen(result)))
+            first, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, ())
+            if not all(isinstance(other, Tensor | None) for other in others):
+                first = None
+            serials = tuple(seen.serial for seen in map(tracer.seen, others) if seen is not None)
+            number, alone = len(result) if isinstance(result, tuple) else 0, len(args) == 1 and not kwargs
+            tracer.constraints.calls.append(ModuleCall(name, alone, number, before, tracer.seen(first), serials))
 
     handles: list[Any] = []
     for name, module in model.named_modules():
@@ -299,7 +303,7 @@ class _Functions(TorchFunctionMode):
         if name in _ESCAPES:
             self.tracer.keep_all(args[:1], f"it leaves PyTorch ({name})")
         for size in self._used_as_numbers(name, args, kwargs):
-            self.tracer.size_used_as_number(size.expression)
+            self.tracer.size_used(size.expression)
         try:
             return func(*args, **kwargs)
         finally:
@@ -324,7 +328,7 @@ class _Functions(TorchFunctionMode):
         sizes: list[int] = list(tensor.shape)
         for dim in value.varies():
             rows = value.nodes.movedim(dim, 0).reshape(sizes[dim], -1)
-            sizes[dim] = Size(sizes[dim], Dimension(rows), self.tracer.size_used_as_number)
+            sizes[dim] = Size(sizes[dim], Dimension(rows), self.tracer.size_used)
         if func == Tensor.size and (len(args) > 1 or kwargs):
             return sizes[args[1] if len(args) > 1 else kwargs["dim"]]
         return Shape(sizes)
@@ -365,6 +369,7 @@ class _Operations(TorchDispatchMode):
         kwargs, tracer = kwargs or {}, self.tracer
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         tracer.used.update(tracer.names[id(tensor)] for tensor in tensors if id(tensor) in tracer.names)
+        tracer.note_read(tensors)
         name = func._schema.name.removeprefix("aten::")
         if tracer.averages:
             tracer.keep_averaged(tensors)

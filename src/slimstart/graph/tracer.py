@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.constraints import Constraints, ParameterIndices, Presence, Seen
-from slimstart.graph.sizes import Attribute, Expression, Size
+from slimstart.graph.constraints import Constraints, Count, ParameterIndices, Presence, Seen
+from slimstart.graph.sizes import Attribute, Dimension, Expression, Size, plain
 
 OVER_CHANNELS = frozenset(
     "layer_norm rms_norm group_norm batch_norm mean var std var_mean std_mean norm linalg_norm "
@@ -65,6 +65,12 @@ def compress(field: Tensor) -> Tensor:
             if field.stride(dim) == 0 or bool((field == first).all()):
                 field = first
     return field
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The shape of a tensor, also while the user's forward would be given sizes that report what is done with them."""
+    with torch._C.DisableTorchFunction():
+        return tensor.shape
 
 
 def _address(tensor: Tensor) -> int:
@@ -162,6 +168,7 @@ class Tracer:
     written: tuple[Any, ...] = ()
     over_channels: Counter[str] = field(default_factory=Counter)
     decomposing: int = 0
+    _compared: set[tuple[Any, ...]] = field(default_factory=set)  # sizes, see `size_used`
 
     @property
     def count_costs(self) -> bool:
@@ -181,8 +188,8 @@ class Tracer:
         if known is None and id(tensor) in self.names:
             dims = range(tensor.dim())
             fields = [torch.arange(tensor.shape[d]).view([-1 if e == d else 1 for e in dims]) for d in dims]
-            return Value(tuple(fields), tensor.shape, self.names[id(tensor)])
-        if known is not None and known.shape != tensor.shape:  # resized in place
+            return Value(tuple(fields), shape_of(tensor), self.names[id(tensor)])
+        if known is not None and known.shape != shape_of(tensor):  # resized in place
             self.constraints.keep_all(known.nodes, "it is resized in place") if known.source is None else None
             return None
         return known
@@ -247,7 +254,13 @@ class Tracer:
         if serial is None:
             serial = self._serials[tensor] = next(self._count)
         value = self.activation(tensor)
-        return Seen(serial, tensor.shape, None if value is None else value.nodes)
+        return Seen(serial, shape_of(tensor), None if value is None else value.nodes)
+
+    def note_read(self, tensors: Iterable[Tensor]) -> None:
+        """Note that an operation reads these tensors, or the network returns them."""
+        if self.count_costs:
+            found = (self._serials.get(tensor) for tensor in tensors)
+            self.constraints.last_read.update((s, len(self.constraints.calls)) for s in found if s is not None)
 
     def set(self, tensor: Tensor, nodes: Tensor) -> None:
         """Set the nodes of a tensor: a field with its number of dimensions, of length one where nothing changes."""
@@ -257,7 +270,7 @@ class Tracer:
         if nodes.numel() == 1 and int(nodes) == 0:
             self.values.pop(tensor, None)
         else:
-            self.values[tensor] = Value((nodes,), tensor.shape)
+            self.values[tensor] = Value((nodes,), shape_of(tensor))
 
     def write(self, tensor: Tensor, nodes: Tensor) -> None:
         """Set the nodes of a tensor that was written in place, and of all others that have its memory."""
@@ -385,7 +398,20 @@ class Tracer:
 
     def size_of_attribute(self, module: str, name: str, value: int) -> Size:
         """An integer attribute of one of the user's modules, as a size that remembers this."""
-        return Size(int(value), Attribute(module, name, int(value)), self.size_used_as_number)
+        return Size(plain(value), Attribute(module, name, plain(value)), self.size_used)
 
-    def size_used_as_number(self, expression: Expression) -> None:
-        self.constraints.used_as_number(expression, self.modules[-1])
+    def size_used(self, expression: Expression, equal_to: Expression | int | None = None) -> None:
+        """A size is used as a number, or compared with another one that is equal."""
+        if equal_to is None:
+            return self.constraints.used_as_number(expression, self.modules[-1])
+        first, second = (equal_to, expression) if isinstance(equal_to, Dimension) else (expression, equal_to)
+        if isinstance(first, Attribute) and isinstance(second, int):
+            return self.constraints.used_as_number(first, self.modules[-1])
+        # Tensors of equal size are tied where they meet; of remainders (`c % 8 == 0`) only the zero must remain.
+        if isinstance(first, Dimension) and not isinstance(second, Dimension):
+            rows = tuple(map(tuple, first.nodes.tolist()))
+            if (rows, second) not in self._compared:
+                self._compared.add((rows, second))
+                where = f"its size is compared in {self.modules[-1] or 'the forward'}"
+                self.constraints.counts.append(Count(rows, second, where))
+        return None

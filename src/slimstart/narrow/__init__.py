@@ -26,7 +26,7 @@ from slimstart.narrow.init_scale import compact_fresh, sign_of_training, suit_
 from slimstart.narrow.networks import Networks
 from slimstart.narrow.shrink import shrink_to
 from slimstart.narrow.store import Key, Store
-from slimstart.narrow.verify import Report, trace_verified, verify
+from slimstart.narrow.verify import Report, trace_verified, verify, without_verified
 
 __all__ = [
     "Capacity",
@@ -46,4 +46,5 @@ __all__ = [
     "suit_",
     "trace_verified",
     "verify",
+    "without_verified",
 ]

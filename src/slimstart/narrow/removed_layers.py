@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slimstart.graph import RemovableLayer
 
@@ -35,24 +36,28 @@ class PassThrough(nn.Identity):
 def replacement(module: nn.Module, num_results: int | None) -> nn.Module:
     """The module that takes the place of one that is gone, in the same mode; `num_results` as in `RemovableLayer`."""
     identity = nn.Identity() if num_results is None else PassThrough(num_results)
-    # Forwards of whole models read settings of their blocks (`block.attention_type`, `layer.self_attn.batch_first`).
-    settings: dict[str, Any] = {}
-    if num_results is not None:
-        settings = {name: SimpleNamespace(**_settings(child)) for name, child in module.named_children()}
-    if not type(module).__module__.startswith("torch."):
-        settings |= _settings(module)
-    for name, value in settings.items():
+    # Forwards of whole models read settings of their blocks (`block.config`, `layer.self_attn.batch_first`).
+    written_by_user = not type(module).__module__.startswith("torch.")
+    children = dict(module.named_children()) if written_by_user or num_results is not None else {}
+    settings = _data(module) if written_by_user else {}
+    for name, value in (settings | {name: _settings(child) for name, child in children.items()}).items():
         if not hasattr(identity, name):
             setattr(identity, name, value)
     return identity.train(module.training)
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are numbers, strings or None."""
+def _settings(module: nn.Module) -> SimpleNamespace:
+    """The settings of a module, and of the modules in it."""
+    return SimpleNamespace(**{name: _settings(child) for name, child in module.named_children()} | _data(module))
+
+
+def _data(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module with neither tensors nor modules, nor functions, which may belong to it."""
     return {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, int | float | str | None)
+        if not name.startswith("_")
+        and not any(isinstance(leaf, Tensor) or callable(leaf) for leaf in tree_leaves(value))
     }
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -164,32 +165,49 @@ def trace_verified(
     keep = [keep] if isinstance(keep, str) else list(keep)
     while True:
         graph = trace(model, example_inputs, coupling, keep, without, norms)
-        failed = _failing(model, graph, example_inputs, graph.groups)
+
+        def check(groups: Sequence[ChannelGroup], graph: ChannelGraph = graph) -> None:
+            prove(model, graph, example_inputs, gradients=False, groups=groups)
+
+        failed = _failing(graph.groups, check)
         if not failed:
             return graph
-        for group, reason in failed:
+        for group, error in failed:
+            reason = f"its slices could not be proven right: {error}"
             logger.warning("%s is not prunable: %s", group.name, reason)
             without += [(layer, reason) for layer in group.layers]
 
 
-def _failing(
-    model: nn.Module, graph: ChannelGraph, example_inputs: Any, groups: Sequence[ChannelGroup]
-) -> list[tuple[ChannelGroup, str]]:
-    """The groups that make a narrow network differ, found by bisection."""
-    if not groups:
+def without_verified(
+    model: nn.Module, graph: ChannelGraph, layers: Sequence[RemovableLayer], example_inputs: Any
+) -> ChannelGraph:
+    """The graph, in which those of some layers cannot go that fail the comparison, with the reason."""
+
+    def check(gone: Sequence[RemovableLayer]) -> None:
+        prove(model, graph.without(layer.name for layer in gone), example_inputs, gradients=False)
+
+    reasons = {layer.name: f"the network without it is not right: {error}" for layer, error in _failing(layers, check)}
+    for name, reason in reasons.items():
+        logger.warning("%s cannot be removed: %s", name, reason)
+    return graph.keeping(reasons)
+
+
+_Item = TypeVar("_Item")
+
+
+def _failing(items: Sequence[_Item], check: Callable[[Sequence[_Item]], Any]) -> list[tuple[_Item, TraceError]]:
+    """The items, groups or layers, that make a narrow network differ, found by bisection."""
+    if not items:
         return []
     try:
-        prove(model, graph, example_inputs, gradients=False, groups=groups)
+        check(items)
     except TraceError as error:
-        if len(groups) == 1:
-            return [(groups[0], f"its slices could not be proven right: {error}")]
-        half = len(groups) // 2
-        failed = [
-            *_failing(model, graph, example_inputs, groups[:half]),
-            *_failing(model, graph, example_inputs, groups[half:]),
-        ]
+        if len(items) == 1:
+            return [(items[0], error)]
+        half = len(items) // 2
+        failed = [*_failing(items[:half], check), *_failing(items[half:], check)]
         # Each half may be right and both together wrong: then all of them are refused.
-        return failed or [(group, f"its slices could not be proven right: {error}") for group in groups]
+        return failed or [(item, error) for item in items]
     return []
 
 
@@ -224,7 +242,7 @@ def _randomise(model: nn.Module, graph: ChannelGraph, generator: torch.Generator
         if tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or name in graph.tensors):
             values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
             if tensor.dim() > 1:
-                values = (values - 0.5) * (12.0 / (tensor.numel() / tensor.shape[0])) ** 0.5
+                values = (values - 0.5) * (12.0 / max(1, math.prod(tensor.shape[1:]))) ** 0.5
             else:
                 values = 0.5 + values
             tensor.copy_(values)

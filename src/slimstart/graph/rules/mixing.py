@@ -233,12 +233,8 @@ def batched_product(tracer: Tracer, call: Call) -> None:
     operands = ("batch1", "batch2") if call.name == "baddbmm" else ("self", "mat2")
     first, second = call[operands[0]], call[operands[1]]
     total = first.numel() * second.shape[-1]
-    if (
-        call.name == "bmm"
-        and first.shape[0] == 1
-        and (tracer.parameter(first) is None) != (tracer.parameter(second) is None)
-    ):
-        if tracer.parameter(second) is not None:  # one matrix for the whole batch, as `einsum` decomposes into
+    if call.name == "bmm" and (tracer.parameter(first) is None) != (tracer.parameter(second) is None):
+        if tracer.parameter(second) is not None:  # one matrix (`einsum` decomposes into that), or one per expert
             found = mix(tracer, first, 2, second, (2, 1), None, call.result)
         else:
             found = mix(tracer, second, 1, first, (1, 2), None, call.result)

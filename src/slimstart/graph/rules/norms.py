@@ -11,7 +11,7 @@ from slimstart.graph.constraints import Count, Layout, ParameterIndices, Presenc
 from slimstart.graph.rules.pointwise import changed
 from slimstart.graph.rules.register import register_rule
 from slimstart.graph.rules.shapes import argument_as_written
-from slimstart.graph.sizes import Expression, Size
+from slimstart.graph.sizes import Expression, expression_of
 from slimstart.graph.tracer import Call, Tracer, Value
 
 
@@ -201,8 +201,8 @@ def _layer_norm_shrinks(tracer: Tracer, call: Call, dim: int) -> bool:
     elif not isinstance(asked, torch.Size):
         size = asked[position]
         nodes: list[list[int]] = [[presence // 2] for presence in presences]
-        expression = size.expression if isinstance(size, Size) else int(size)
-        tracer.constraints.counts.append(Count(tuple(map(tuple, nodes)), expression, f"its size is given to {module}"))
+        reason = f"its size is given to {module}"
+        tracer.constraints.counts.append(Count(tuple(map(tuple, nodes)), expression_of(size), reason))
     for vector in vectors:
         _follow(tracer, vector, dim - tensor.dim(), presences)
     return True

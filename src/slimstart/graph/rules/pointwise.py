@@ -6,6 +6,7 @@ Of two tensors, an addition allows different masks (filter coupling), and every 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -132,14 +133,9 @@ def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -
     met = [d for d in range(dims) if nodes.shape[d] > 1 and extent[d] > 1]
     if not met:
         return nodes
-    along = along_dimension(parameter, met[0], dims) if parameter is not None and len(met) == 1 else None
-    if parameter is not None and along is not None and nodes.numel() == nodes.shape[met[0]]:
-        bias = additive and _is_bias(tracer, nodes, tensor)
-        if bias or not additive:
-            assert parameter.source is not None
-            presences = [when_carried(node) for node in nodes.reshape(-1).tolist()]
-            tracer.constraints.follow(parameter.source, *along, presences)
-            return nodes
+    shrinks = not additive or _is_bias(tracer, nodes, tensor, met)
+    if shrinks and parameter is not None and _goes_with(tracer, parameter, nodes, met):
+        return nodes
     if parameter is not None:
         tracer.pin(parameter, "it is added to channels that others write too" if additive else "it is not followed")
     if additive:
@@ -149,13 +145,36 @@ def _with_fixed(tracer: Tracer, nodes: Tensor, tensor: Tensor, additive: bool) -
     return nodes
 
 
-def _is_bias(tracer: Tracer, nodes: Tensor, tensor: Tensor) -> bool:
+def _goes_with(tracer: Tracer, parameter: Value, nodes: Tensor, met: list[int]) -> bool:
+    """Let a parameter shrink with the channels that it meets along some dimensions; returns whether it can.
+
+    Where channels are heads with a width, and it does not have an entry for each of them, heads can go.
+    """
+    constraints, dims = tracer.constraints, nodes.dim()
+    assert parameter.source is not None
+    fields = [_aligned(f, dims) for f in parameter.fields]
+    running = [d for d, f in enumerate(fields) if any(f.shape[m] > 1 for m in met)]
+    varying = [d for d in range(dims) if nodes.shape[d] > 1]
+    if len(running) == 1 and [d for d in range(dims) if fields[running[0]].shape[d] > 1] == varying:
+        along, rows = (running[0], fields[running[0]].reshape(-1).tolist()), nodes
+    elif met[0] == varying[0] and (found := along_dimension(parameter, met[0], dims)) is not None:
+        along, rows = found, nodes.movedim(met[0], 0).flatten(1)[:, 0]
+        layout = Layout(nodes, (None,) * dims, frozenset(varying[1:]), "it meets a parameter with an entry per head")
+        constraints.layouts.append(layout)
+    else:
+        return False
+    constraints.follow(parameter.source, *along, [when_carried(node) for node in rows.reshape(-1).tolist()])
+    return True
+
+
+def _is_bias(tracer: Tracer, nodes: Tensor, tensor: Tensor, met: list[int]) -> bool:
     """Whether a parameter that is added goes with the channels: one layer writes them, or they are scores of heads."""
     known = nodes.unique().tolist()
     if tracer.constraints.products.issuperset(known):
         return True  # a head that is dropped has no score, so a bias of attention heads goes with it
     live = map(tracer.constraints.live.__getitem__, known)
-    return tensor.numel() == nodes.numel() and all(one is not None and len(one) <= 1 for one in live)
+    entries = math.prod(_extent(tensor, nodes.dim())[d] for d in met)
+    return tensor.numel() == entries and all(one is not None and len(one) <= 1 for one in live)
 
 
 def _written_to(tracer: Tracer, nodes: Tensor, tensor: Tensor) -> Tensor | None:
@@ -163,7 +182,9 @@ def _written_to(tracer: Tracer, nodes: Tensor, tensor: Tensor) -> Tensor | None:
     dims, parameter = nodes.dim(), tracer.parameter(tensor)
     extent = (1,) * (dims - tensor.dim()) + tensor.shape
     met = [d for d in range(dims) if nodes.shape[d] > 1 and extent[d] > 1]
-    if parameter is None or len(met) != 1 or nodes.numel() != nodes.shape[met[0]] or _is_bias(tracer, nodes, tensor):
+    if parameter is None or len(met) != 1 or nodes.numel() != nodes.shape[met[0]]:
+        return None
+    if _is_bias(tracer, nodes, tensor, met):
         return None
     return tracer.parameter_writes(parameter, met[0], dims)
 

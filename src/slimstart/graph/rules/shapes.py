@@ -16,12 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slimstart.graph.constraints import CONSTANT, ZERO, Count, Layout, when_carried
 from slimstart.graph.rules.register import register_rule
-from slimstart.graph.sizes import Attribute, Dimension, Expression, Shape, Size, leaves
+from slimstart.graph.sizes import Attribute, Dimension, Expression, Shape, Size, expression_of, leaves, plain
 from slimstart.graph.tracer import Call, Tracer, Value, compress
-
-
-def _expression(size: Any) -> Expression | int:
-    return size.expression if isinstance(size, Size) else int(size)
 
 
 def _written_sizes(call: Call) -> list[Any]:
@@ -40,7 +36,7 @@ def _written_sizes(call: Call) -> list[Any]:
 
 def _as_written(call: Call, size: int) -> Expression | int:
     """The expression of an integer argument, found by value among those that the user wrote."""
-    return next((_expression(s) for s in _written_sizes(call) if isinstance(s, Size) and s == size), int(size))
+    return next((expression_of(s) for s in _written_sizes(call) if isinstance(s, Size) and plain(s) == size), size)
 
 
 def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
@@ -48,8 +44,8 @@ def _all_as_written(call: Call, sizes: list[int]) -> list[Expression | int]:
     written = _written_sizes(call)
     for start in range(len(written) - len(sizes) + 1):
         row = written[start : start + len(sizes)]
-        if list(map(int, row)) == sizes:
-            return list(map(_expression, row))
+        if list(map(plain, row)) == sizes:
+            return list(map(expression_of, row))
     return list(sizes)
 
 
@@ -62,7 +58,7 @@ def create(tracer: Tracer, call: Call) -> None:
         return
     for size in sizes:
         if not isinstance(size, int) and any(isinstance(leaf, Dimension) for leaf in leaves(size)):
-            tracer.size_used_as_number(size)
+            tracer.size_used(size)
 
 
 def sized(tracer: Tracer, tensor: Tensor, dim: int, sizes: Sequence[Expression | int | None], reason: str) -> bool:
@@ -138,9 +134,9 @@ def reshape(tracer: Tracer, call: Call) -> None:
         written = _written_sizes(call)
         if call.name == "unflatten":
             written = written[-len(asked) :]
-        if len(written) == len(asked) and all(int(a) == int(w) for a, w in zip(asked, written, strict=True)):
+        if len(written) == len(asked) and all(a == plain(w) for a, w in zip(asked, written, strict=True)):
             asked = written
-    sizes: list[Expression | int | None] = [None if a == -1 or tracer.decomposing else _expression(a) for a in asked]
+    sizes: list[Expression | int | None] = [None if a == -1 or tracer.decomposing else expression_of(a) for a in asked]
     if call.name == "unflatten":
         dim = call["dim"] % call["self"].dim()
         sizes = [None] * dim + sizes + [None] * (len(moved.shape) - dim - len(sizes))
@@ -176,7 +172,7 @@ def argument_as_written(call: Call, name: str, position: int) -> Expression | in
         return int(call[name])
     _, args, kwargs = call.written
     written = kwargs.get(name, args[position] if len(args) > position else call[name])
-    return _expression(written) if isinstance(written, int) else int(call[name])
+    return expression_of(written) if isinstance(written, int) else int(call[name])
 
 
 @register_rule(
@@ -231,7 +227,11 @@ def cut(tracer: Tracer, call: Call) -> None:
     where = f"part of it is taken in {tracer.modules[-1] or 'the forward'}"
     rows = value.nodes.movedim(dim, 0).reshape(size, -1)
     if step != 1 and len(value.varies()) == 1:
-        return tracer.constraints.keep_all(rows, where)
+        if size % step or start >= step or end < size:
+            return tracer.constraints.keep_all(rows, where)
+        for block in rows.view(-1, step).tolist():  # `x[..., ::2]`: whole blocks can go
+            tracer.constraints.together.append(tuple(map(when_carried, block)))
+        return None
     if step != 1:  # every second feature of each head
         sizes: list[Expression | int | None] = [None] * len(value.shape)
         return tracer.constraints.layouts.append(_layout(value.nodes, sizes, where, rigid=(dim,)))
@@ -316,8 +316,8 @@ def concatenate(tracer: Tracer, call: Call) -> None:
         nodes = torch.zeros((1,) * tensor.dim(), dtype=torch.int64) if value is None else value.nodes
         if parameter is not None:
             written = None
-            if call.name != "stack" and len(along) == 1:  # a class token, concatenated to the others
-                written = tracer.parameter_writes(parameter, next(iter(along)), tensor.dim())
+            if call.name != "stack" and len(along) == 1:
+                written = _joined(tracer, parameter, tensors, next(iter(along)))
             if written is None:
                 tracer.pin(parameter, "it is concatenated")
             else:
@@ -341,6 +341,22 @@ def concatenate(tracer: Tracer, call: Call) -> None:
     tracer.set(result, merged)
 
 
+def _joined(tracer: Tracer, parameter: Value, tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The nodes of a parameter that is concatenated to channels along `dim`, as a class token; None if it is kept."""
+    dims = tensors[0].dim()
+    met = [value.nodes for value in map(tracer.activation, tensors) if value is not None and dim in value.varies()]
+    if len(met) == 1 and tracer.constraints.products.issuperset(met[0].reshape(-1).tolist()):
+        fields = [f.view((1,) * (dims - f.dim()) + f.shape) for f in parameter.fields]
+        own = [d for d, field in enumerate(fields) if field.shape[dim] > 1]
+        if (
+            len(own) == 1 and fields[own[0]].shape == met[0].shape
+        ):  # a score for each head, which goes with it (gpt-oss)
+            indices, nodes = fields[own[0]].reshape(-1).tolist(), met[0].reshape(-1).tolist()
+            tracer.constraints.follow(parameter.source or "", own[0], indices, list(map(when_carried, nodes)))
+            return met[0]
+    return tracer.parameter_writes(parameter, dim, dims)
+
+
 @register_rule("constant_pad_nd", "pad")
 def pad(tracer: Tracer, call: Call) -> None:
     """Padding: in space it belongs to the channel; along channels it adds channels that are always there."""
@@ -361,6 +377,25 @@ def pad(tracer: Tracer, call: Call) -> None:
             nodes = torch.cat([parts[0], nodes, parts[1]], dim)
     tracer.set(call.result, nodes)
     return None
+
+
+@register_rule("view_as_complex")
+def as_complex(tracer: Tracer, call: Call) -> None:
+    """Pairs of numbers as complex ones (rotary embeddings): both belong to the same channel from here on."""
+    value = tracer.value(call["self"])
+    assert value is not None
+    if value.source is None and value.nodes.shape[-1] > 1:
+        for pair in value.nodes.reshape(-1, 2).unique(dim=0).tolist():
+            tracer.constraints.together.append(tuple(map(when_carried, pair)))
+    tracer.values[call.result] = value.moved(lambda f: f.select(-1, 0))
+
+
+@register_rule("view_as_real")
+def as_real(tracer: Tracer, call: Call) -> None:
+    """Complex numbers as pairs, of one channel each."""
+    value = tracer.value(call["self"])
+    assert value is not None
+    tracer.values[call.result] = value.moved(lambda f: f.unsqueeze(-1).expand(*f.shape, 2))
 
 
 @register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
