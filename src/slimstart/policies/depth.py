@@ -15,6 +15,7 @@ the length remains between 1/2 and 2.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, defaultdict
 
 import torch
@@ -34,17 +35,24 @@ def layers_to_remove(
     """Positions in `costs.layers` of the layers that go: as the rule says, but enough remain to fill the budget.
 
     Args:
-        exponent: gamma; 0 keeps all layers. Of several budgets the smallest counts.
+        exponent: gamma; 0 keeps all layers. Of several budgets the smallest counts, and of a budget of time the FLOPs
+            that it allows: layers take time of their own, so fewer layers allow more.
         total_steps: T; without it the length of the training has no influence.
     """
     if not exponent or not costs.layers:
         return ()
     order = _removal_order(costs)
     length = 1.0 if total_steps is None else min(max(SHORT, (total_steps / STEPS) ** LENGTH), LONG)
-    wanted = round(len(costs.layers) * budget.smallest**exponent * length)
-    number = min(max(0, len(costs.layers) - wanted), len(order))
-    limit, all_units = budget.bind(costs).limit, torch.ones(costs.num_units, dtype=torch.bool)
-    while number and budget.bind(costs.without(order[:number])).cost(all_units) < limit:
+
+    def follows(number: int) -> bool:
+        """Whether a network without the first `number` layers has as many as the rule allows."""
+        share: float = budget.flops_share(costs.without(order[:number])) ** exponent
+        return len(costs.layers) - number <= round(len(costs.layers) * share * length)
+
+    # With fewer layers a budget of time allows more FLOPs.
+    number = bisect.bisect_left(range(len(order)), True, key=follows)
+    all_units = torch.ones(costs.num_units, dtype=torch.bool)
+    while number and (bound := budget.bind(costs.without(order[:number]))).cost(all_units) < bound.limit:
         number -= 1
     return tuple(sorted(order[:number]))
 
