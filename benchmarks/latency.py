@@ -30,7 +30,7 @@ from slimstart import EqualWorth, Latency, SparseTraining, flops, measure_latenc
 from slimstart.lab import models
 from slimstart.steps.measuring import MODES, median_ms
 
-NETWORKS = {"vgg19": (32, 10), "mobilenet_v1": (64, 16), "resnet20": (32, 10)}  # size of images, number of classes
+NETWORKS = {"mobilenet_v1": (64, 16), "vgg19": (32, 10), "resnet20": (32, 10)}  # size of images, number of classes
 BATCH = 8
 
 
@@ -63,7 +63,7 @@ def measured(name: str, mode: str, fractions: list[float], num_networks: int, tu
 
         model = copy.deepcopy(dense)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        policy = EqualWorth(resample_every=2, search_steps=32)
+        policy = EqualWorth(rounds=8, resample_every=2, search_steps=16)
         began = time.perf_counter()
         budget = Latency(fraction, replace(table, timer=timer))
         sparse = SparseTraining(model, optimizer, images[:2], budget, policy=policy)

@@ -36,7 +36,7 @@ from slimstart.policies.widths import ALIGN, Fit
 logger = logging.getLogger(__name__)
 Run = Callable[[], object]
 SPREAD = 0.8  # standard deviation of log-widths around equal shares: what searches find is within it
-WARM_UP = 3  # runs that are not timed: caches fill, and memory is allocated
+WARM_UP = 2  # runs that are not timed: caches fill, and memory is allocated
 LEAST = 0.02  # of the dense network's FLOPs; smaller networks are not measured
 TURNS = 5  # of a network and the dense one, in a training
 
@@ -162,8 +162,8 @@ class Timer:
     def turn(self, run: Run) -> tuple[float, float]:
         """Median times of a network and of the dense one, in milliseconds."""
         with torch.random.fork_rng(devices=cuda_devices(self._model)), torch.enable_grad():
-            own, whole = (median_ms(one, self._repeats, self._device, self._clock) for one in (run, self._dense))
-        return own, whole
+            own = median_ms(run, self._repeats, self._device, self._clock)
+            return own, median_ms(self._dense, (self._repeats + 1) // 2, self._device, self._clock)
 
 
 def random_networks(graph: ChannelGraph, number: int, seed: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
