@@ -11,6 +11,9 @@ least. At every number of positions (size of the feature map) at least one layer
 The constants are from networks of equal FLOPs, trained for 40 epochs of CIFAR-10, CIFAR-100 and Tiny ImageNet
 (`benchmarks/structures`). A deep narrow network learns slowly, so short trainings get fewer layers, but the factor for
 the length remains between 1/2 and 2.
+
+With a budget of time, b is the fraction of the FLOPs that a uniform network with the remaining layers has within it. If
+layers take time of their own, it is larger with fewer layers.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def layers_to_remove(
 
     Args:
         exponent: gamma; 0 keeps all layers. Of several budgets the smallest counts, and of a budget of time the FLOPs
-            that it allows: layers take time of their own, so fewer layers allow more.
+            that it allows.
         total_steps: T; without it the length of the training has no influence.
     """
     if not exponent or not costs.layers:
@@ -49,7 +52,6 @@ def layers_to_remove(
         share: float = budget.flops_share(costs.without(order[:number])) ** exponent
         return len(costs.layers) - number <= round(len(costs.layers) * share * length)
 
-    # With fewer layers a budget of time allows more FLOPs.
     number = bisect.bisect_left(range(len(order)), True, key=follows)
     all_units = torch.ones(costs.num_units, dtype=torch.bool)
     while number and (bound := budget.bind(costs.without(order[:number]))).cost(all_units) < bound.limit:
