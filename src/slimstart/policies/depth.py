@@ -2,7 +2,8 @@ r"""How many layers a network keeps at a budget, and which: a rule, fitted to a 
 
 FLOPs grow with depth times width squared. At a fraction b of them, for a training of T steps, the rule keeps
 
-.. math:: \text{layers} \propto b^{\gamma} (T / T_0)^{\lambda}, \qquad \gamma = 0.6, \quad \lambda = 0.3, \quad T_0 = 8000
+.. math:: \text{layers} \propto b^{\gamma} (T / T_0)^{\lambda}, \qquad
+    \gamma = 0.6, \quad \lambda = 0.3, \quad T_0 = 8000
 
 and the rest of the budget goes into widths. Only layers that can be removed count. They come in stages, of layers of
 equal size. The stage with most layers loses one first, and of equals the last one: layers on small feature maps add
