@@ -35,7 +35,7 @@ from slimstart.lab import models
 from slimstart.narrow import compact
 from slimstart.policies import Paper
 from slimstart.policies.depth import layers_to_remove
-from slimstart.policies.latency import FEMTOSECONDS, non_negative
+from slimstart.policies.latency import non_negative
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 3])
@@ -107,7 +107,7 @@ def test_times_of_other_networks_are_estimated(table: LatencyTable, graph: Chann
         for number in (0, 2, 6):
             shorter = graph.without(layer.name for layer in graph.layers[:number])
             mask = torch.rand(graph.num_units, generator=generator) < share
-            estimate = Latency(1.0, table).bind(shorter.costs).cost(mask) / FEMTOSECONDS
+            estimate = Latency(1.0, table).bind(shorter.costs).cost(mask)
             truth = device.milliseconds(compact(make(), shorter.select(mask)))
             assert estimate == pytest.approx(truth, rel=max(0.06, 1.5 * table.error))
     assert table.error < 0.06
@@ -193,7 +193,7 @@ def test_the_rule_for_depth_sees_the_flops_that_a_budget_of_time_allows(costs: C
 def test_a_table_of_another_network_is_refused(table: LatencyTable, costs: CostTable) -> None:
     with pytest.raises(BudgetError, match="`table` was measured on another network, or with another coupling"):
         Latency(0.5, table).bind(trace(models.build("resnet20", num_classes=4), IMAGES[:2]).costs)
-    with pytest.raises(BudgetError, match=r"`Latency\(0.001\)` allows .* femtoseconds, .*feasible from 0\.\d+ to 1"):
+    with pytest.raises(BudgetError, match=r"`Latency\(0.001\)` allows .* milliseconds, .*feasible from 0\.\d+ to 1"):
         Latency(0.001, table).bind(costs)
     with pytest.raises(BudgetError, match=r"`fraction` of `Latency` is 2.0; it must be in \(0, 1\]"):
         Latency.of(2 * table.dense_ms, table)

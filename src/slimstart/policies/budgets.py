@@ -90,7 +90,7 @@ class BoundBudget(Movable, ABC):
             (gradient,) = torch.autograd.grad(self.expected(point), point)
         return gradient
 
-    def _set_limit(self, budget: FractionBudget, num_units: int, dense: int, what: str) -> None:
+    def _set_limit(self, budget: FractionBudget, num_units: int, dense: float, what: str) -> None:
         self.num_units, self.dense = num_units, dense
         self.minimum = self.cost(torch.zeros(num_units, dtype=torch.bool))
         self.limit = budget.aim * budget.fraction * self.dense
@@ -134,7 +134,7 @@ class BoundChannels(BoundBudget):
 class BoundPolynomial(BoundBudget):
     """`Params` or `Flops` over a cost table: the exact expectation over independent draws and the at-least-one rule."""
 
-    def __init__(self, budget: FractionBudget, cost: ExpectedCost, dense: int, what: str) -> None:
+    def __init__(self, budget: FractionBudget, cost: ExpectedCost, dense: float, what: str) -> None:
         self._cost = cost
         self._set_limit(budget, cost.num_units, dense, what)
 

@@ -70,24 +70,24 @@ class Latency(FractionBudget):
 
 
 class BoundLatency(BoundPolynomial):
-    """`Latency` over a cost table, in femtoseconds; `measured` corrects the estimate."""
+    """`Latency` over a cost table, in milliseconds; `measured` corrects the estimate."""
 
     def __init__(self, budget: Latency, costs: CostTable) -> None:
-        self._fraction, self._timer, self._correction = budget.fraction, budget.table.timer, 1.0
-        dense = round(budget.table.dense_ms * FEMTOSECONDS)
-        super().__init__(budget, ExpectedCost(costs, polynomial_of(budget.table, costs)), dense, "femtoseconds")
+        table = budget.table
+        self._fraction, self._timer, self._scale = budget.fraction, table.timer, 1 / FEMTOSECONDS
+        super().__init__(budget, ExpectedCost(costs, polynomial_of(table, costs)), table.dense_ms, "milliseconds")
 
     def cost(self, mask: Tensor) -> float:
-        return self._correction * super().cost(mask)
+        return self._scale * super().cost(mask)
 
     def expected(self, s: Tensor) -> Tensor:
-        return self._correction * super().expected(s)
+        return self._scale * super().expected(s)
 
     def measured(self, mask: Tensor, removed: Sequence[int]) -> float | None:
         if self._timer is None:
             return None
         share = self._timer(mask, removed)
-        self._correction *= share * self.dense / self.cost(mask)
+        self._scale *= share * self.dense / self.cost(mask)
         return share / self._fraction
 
 
