@@ -14,7 +14,7 @@ from slimstart.lab.reports.tables import MISSING, markdown_table
 GPU = ("bench-h200/vgg19-2048.json", "bench-h200/vgg19-256.json", "bench-h200/resnet32-256.json")
 GPU += ("bench-h200/wrn28_10-256.json",)
 CPU = ("bench-cpu/vgg19-64.json",)
-LATENCY = ("latency_cpu.json", "latency_cpu_training.json")
+LATENCY = ("latency_cpu.json", "latency_cpu_training.json", "latency_cpu_training_vgg19.json")
 
 
 def gpu(results: Results) -> str:
