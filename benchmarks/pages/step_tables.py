@@ -14,7 +14,7 @@ from slimstart.lab.reports.tables import MISSING, markdown_table
 GPU = ("bench-h200/vgg19-2048.json", "bench-h200/vgg19-256.json", "bench-h200/resnet32-256.json")
 GPU += ("bench-h200/wrn28_10-256.json",)
 CPU = ("bench-cpu/vgg19-64.json",)
-LATENCY = ("latency_cpu.json", "latency_cpu_training.json")
+LATENCY = ("latency_cpu.json", "latency_cpu_training.json", "latency_cpu_training_vgg19.json")
 
 
 def gpu(results: Results) -> str:
@@ -41,12 +41,15 @@ def settled_cpu(results: Results) -> str:
 
 def latency(results: Results) -> str:
     """What networks that were trained for a budget of time take of it, of `latency.py`."""
-    lines = [["network", "mode", "budget", "taken of the budget", "10th to 90th percentile", "FLOPs, %"]]
-    lines[0] += ["error of the table, %"]
+    lines = [["network", "mode", "budget", "taken of the budget", "10th to 90th percentile", "in the search"]]
+    lines[0] += ["removable layers", "FLOPs, %", "error of the table, %"]
     for row in (row for file in LATENCY if file in results.benchmarks for row in results.benchmarks[file]["rows"]):
         low, high = row["spread_of_budget"]
         cells = [model_title(row["network"]), row["mode"], f"Latency({row['fraction']:g})", f"{row['of_budget']:.3f}"]
-        cells += [f"{low:.3f} to {high:.3f}", f"{100 * row['flops_ratio']:.1f}", f"{100 * row['error']:.0f}"]
+        search = row["of_budget_in_the_search"]
+        cells += [f"{low:.3f} to {high:.3f}", f"{min(search):.2f} to {max(search):.2f}"]
+        cells += [f"{row['num_left']} of {row['num_layers']}", f"{100 * row['flops_ratio']:.1f}"]
+        cells += [f"{100 * row['error']:.0f}"]
         lines.append(cells)
     return "\n".join(markdown_table(lines, lines[0][:3]))
 

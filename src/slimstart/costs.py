@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -167,16 +167,18 @@ class CostTable:
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Times of one network on one device: the coefficients of a polynomial like those of a cost table.
+    """Measured times of one network on one device; made by `slimstart.measure_latency`.
 
     Attributes:
-        structure: digest of the units and factors of the cost table to which the terms belong.
+        structure: digest of the units of the cost table to which the times belong.
         device, mode, precision, batch, software: the conditions; another one needs another table.
         dense_ms: median time of the dense network.
-        near: the fraction of it for which the table was made.
-        error: largest relative error of nine in ten of the networks that were left out of a fit.
-        constant: picoseconds.
-        terms: pairs of factors of the cost table, and picoseconds.
+        parts: what parts of a network take in the dense one, in milliseconds (see `slimstart.policies.latency`).
+        error: relative error of the sum of the parts, which nine in ten networks that were left out of the fit stay
+            within.
+        num_networks: number of measured networks.
+        timer: function that times the network of a mask (U,) without some of `CostTable.layers`, as a multiple of the
+            dense network's time. None for a table from a file: `measure_latency(..., table=table)` adds it.
     """
 
     structure: str
@@ -186,12 +188,11 @@ class LatencyTable:
     batch: str
     software: str
     dense_ms: float
-    near: float
+    parts: Mapping[str, float]
     error: float
     num_networks: int
-    constant: int
-    terms: tuple[tuple[tuple[int, ...], int], ...]
-    version: int = 1
+    version: int = 2
+    timer: Callable[[Tensor, Sequence[int]], float] | None = field(default=None, repr=False, compare=False)
 
 
 def _sets(rows: Tensor) -> Tensor:

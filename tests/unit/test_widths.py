@@ -90,3 +90,9 @@ def test_widths_are_rounded_to_whole_numbers(wanted, limit, align):
     assert bool(((found + step > most) | (step > left))[even].all())
     if left > (1 - FILLED) * limit:
         assert bool((found >= most).all())
+
+
+def test_widths_are_the_least_possible_where_nothing_fits():
+    """As for a budget of time, after a measurement: its costs rise."""
+    wanted, sizes = torch.tensor([100.0, 10.0], dtype=torch.float64), torch.tensor([256, 16])
+    assert whole(wanted, sizes, 8, lambda widths: float(widths.sum()), 1.5).tolist() == [1, 1]

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class BoundBudget(Movable, ABC):
     Attributes:
         dense: cost of the whole network, also where the table is without some of its layers.
         minimum: cost of the empty mask, for which the at-least-one rule keeps the first unit of every group.
-        limit: fraction * dense.
+        limit: fraction * dense; for budgets that are measured, a little less.
         num_units: U.
     """
 
@@ -66,6 +66,14 @@ class BoundBudget(Movable, ABC):
             float64 of shape (...), on the budget's device, differentiable.
         """
 
+    def measured(self, mask: Tensor, removed: Sequence[int]) -> float | None:
+        """Measure the network of a mask (U,) without some layers, and correct the costs from now on.
+
+        Returns:
+            What it takes, as a multiple of the budget; None for budgets that are exact or cannot be measured.
+        """
+        return None
+
     def tightest(self, s: Tensor) -> BoundBudget:
         """Of several budgets, the one nearest to its limit at s of shape (U,); or this one."""
         return self
@@ -82,13 +90,13 @@ class BoundBudget(Movable, ABC):
             (gradient,) = torch.autograd.grad(self.expected(point), point)
         return gradient
 
-    def _set_limit(self, budget: FractionBudget, num_units: int, dense: int, what: str) -> None:
+    def _set_limit(self, budget: FractionBudget, num_units: int, dense: float, what: str) -> None:
         self.num_units, self.dense = num_units, dense
         self.minimum = self.cost(torch.zeros(num_units, dtype=torch.bool))
-        self.limit = budget.fraction * self.dense
+        self.limit = budget.aim * budget.fraction * self.dense
         if self.limit < self.minimum:
             # Rounded up, so that the number in the message is feasible when the user types it.
-            least = min(math.ceil(self.minimum / self.dense * 10_000) / 10_000, 1.0)
+            least = min(math.ceil(self.minimum / (budget.aim * self.dense) * 10_000) / 10_000, 1.0)
             raise BudgetError(
                 f"`{type(budget).__name__}({budget.fraction:g})` allows {self.limit:.6g} of {self.dense} {what}, but "
                 f"one unit per group already costs {self.minimum}; feasible from {least:g} to 1"
@@ -126,11 +134,11 @@ class BoundChannels(BoundBudget):
 class BoundPolynomial(BoundBudget):
     """`Params` or `Flops` over a cost table: the exact expectation over independent draws and the at-least-one rule."""
 
-    def __init__(self, budget: FractionBudget, cost: ExpectedCost, dense: int, what: str) -> None:
+    def __init__(self, budget: FractionBudget, cost: ExpectedCost, dense: float, what: str) -> None:
         self._cost = cost
         self._set_limit(budget, cost.num_units, dense, what)
 
-    def cost(self, mask: Tensor) -> int:
+    def cost(self, mask: Tensor) -> float:
         self._check("mask", mask, mask.shape)
         return self._cost.of_mask(mask.bool().to(self.device))
 
@@ -174,6 +182,9 @@ class BoundJoint(BoundBudget):
         """(N, ...): the expected cost in every budget, as a multiple of its limit."""
         return torch.stack([part.expected(s) / (part.limit or 1.0) for part in self._parts])
 
+    def measured(self, mask: Tensor, removed: Sequence[int]) -> float | None:
+        return max((one for part in self._parts if (one := part.measured(mask, removed)) is not None), default=None)
+
     def tightest(self, s: Tensor) -> BoundBudget:
         return self._parts[int(self._multiples(s).argmax())]
 
@@ -202,6 +213,10 @@ class Budget(ABC):
         """
 
     @abstractmethod
+    def flops_share(self, costs: CostTable) -> float:
+        """About the fraction of the FLOPs that a network within the budget has; 0 if the budget is infeasible."""
+
+    @abstractmethod
     def scaled(self, factor: float) -> Self:
         """The budget with its fraction, or fractions, multiplied; none exceeds 1."""
 
@@ -212,12 +227,17 @@ class FractionBudget(Budget):
 
     fraction: float
 
+    aim: ClassVar[float] = 1.0  # the part of the budget that is filled
+
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise BudgetError(f"`fraction` of `{type(self).__name__}` is {self.fraction}; it must be in (0, 1]")
 
     @property
     def smallest(self) -> float:
+        return self.fraction
+
+    def flops_share(self, costs: CostTable) -> float:
         return self.fraction
 
     def scaled(self, factor: float) -> Self:
@@ -252,6 +272,9 @@ class JointBudget(Budget):
         if refused:
             raise BudgetError("; ".join(refused))
         return BoundJoint(bound)
+
+    def flops_share(self, costs: CostTable) -> float:
+        return min(budget.flops_share(costs) for budget in self.budgets)
 
     def scaled(self, factor: float) -> Self:
         return replace(self, budgets=tuple(budget.scaled(factor) for budget in self.budgets))

@@ -16,16 +16,19 @@ layer with weights remains.
 
 The constants are from networks of equal FLOPs, trained for 40 epochs of CIFAR-10, CIFAR-100 and Tiny ImageNet
 (`benchmarks/structures`).
+
+With a budget of time, b is the fraction of the FLOPs that a uniform network with the remaining layers has within it. If
+layers take time of their own, it is larger with fewer layers.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, defaultdict
 
 import torch
 
 from slimstart.costs import CostTable, Polynomial
-from slimstart.errors import BudgetError
 from slimstart.policies.budgets import Budget
 
 GAMMA = 0.6
@@ -43,7 +46,8 @@ def layers_to_remove(
     group would exceed it.
 
     Args:
-        exponent: gamma; 0 keeps all layers. Of several budgets the smallest counts.
+        exponent: gamma; 0 keeps all layers. Of several budgets the smallest counts, and of a budget of time the FLOPs
+            that it allows.
         total_steps: T; without it the length of the training has no influence.
 
     Raises:
@@ -55,22 +59,18 @@ def layers_to_remove(
     length = 1.0 if total_steps is None else min(max(SHORT, (total_steps / STEPS) ** LENGTH), LONG)
     num_residual = sum(not layer.outputs.numel() for layer in costs.layers)  # no channels replace those of a branch
     num_sequential = len(costs.layers) - num_residual
-    wanted = round((num_residual * max(1.0, length) + num_sequential * length) * budget.smallest**exponent)
-    number = min(max(0, len(costs.layers) - wanted), len(order))
-    while number < len(order) and not _is_feasible(budget, costs.without(order[:number])):
-        number += 1
+    most = num_residual * max(1.0, length) + num_sequential * length
+
+    def follows(number: int) -> bool:
+        """Whether a network without the first `number` layers has as many as the rule allows."""
+        share: float = budget.flops_share(costs.without(order[:number])) ** exponent
+        return len(costs.layers) - number <= round(most * share)
+
+    number = bisect.bisect_left(range(len(order)), True, key=follows)
     all_units = torch.ones(costs.num_units, dtype=torch.bool)
     while number and (bound := budget.bind(costs.without(order[:number]))).cost(all_units) < bound.limit:
         number -= 1
     return tuple(sorted(order[:number]))
-
-
-def _is_feasible(budget: Budget, costs: CostTable) -> bool:
-    try:
-        budget.bind(costs)
-    except BudgetError:
-        return False
-    return True
 
 
 def _removal_order(costs: CostTable) -> list[int]:

@@ -60,6 +60,8 @@ WINDOW = 50  # steps of a round if the length of the training is not known
 MOST = 0.35  # largest change of a log-width by importance in one round, before neighbours are pulled together
 SEEN = 100  # number of gradients that are kept: the last ones of a window
 FEWEST = 8  # smallest number of gradients from which redundancy is estimated; with fewer it is mostly noise
+TRIES = 5  # networks that are measured at a structure update, at most
+LEAST = 0.93  # part of a measured budget that is to be filled
 RESUME = "resume with the policy, model, budget and version of slimstart with which it was saved"
 
 
@@ -198,12 +200,14 @@ class EqualWorthSearch:
         self._observed.add_(torch.where(ok, more, 0))
 
     def draw(self) -> Tensor:
-        if self._begun and not self.is_done:
+        if not self._begun:
+            self._fill(-torch.arange(len(self._mask)).double(), torch.zeros_like(self._frozen))
+        elif not self.is_done:
             if float(self._count):
                 importance = (self._sums / self._count).cpu()
                 self._learn(importance)
                 # Units of the network by importance, then stored ones, whose importance is unknown, in their order.
-                self._mask = self._wide(torch.where(self._mask, importance, -1 - torch.arange(len(importance))))
+                self._fill(torch.where(self._mask, importance, -1 - torch.arange(len(importance))), self._frozen)
             elif not bool(self._frozen.all()):  # otherwise a warning was given at the start
                 logger.warning(
                     "a structure update is skipped: no finite gradients were observed since the last one. They are "
@@ -264,6 +268,20 @@ class EqualWorthSearch:
 
     def _totals(self, values: Tensor) -> Tensor:
         return torch.zeros(len(self._sizes), dtype=torch.float64).index_add(0, self._group, values)
+
+    def _fill(self, preference: Tensor, frozen: Tensor) -> None:
+        """Take the mask of the present widths. A measured budget corrects them until it is filled, but not exceeded."""
+        tried: list[tuple[float, float, Tensor, Tensor]] = []
+        for _ in range(TRIES):
+            mask = self._wide(preference)
+            if tried and torch.equal(mask, tried[-1][-1]):
+                break
+            taken = self.budget.measured(mask, self.removed) or 1.0
+            tried.append((max(taken, 1.0), -taken, self._log_widths, mask))
+            if LEAST <= taken <= 1:
+                break
+            self._log_widths = self._fit(self._log_widths, frozen)
+        self._log_widths, self._mask = min(tried, key=lambda one: one[:2])[2:]
 
     def _wide(self, preference: Tensor) -> Tensor:
         """The mask of the present widths, with the units of every group that have the highest preference (U,)."""

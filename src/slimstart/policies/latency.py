@@ -1,25 +1,30 @@
-r"""Latency as a budget: the time of a narrow network, from times of other narrow networks on the same device.
+r"""Latency as a budget: the time of a narrow network on one device, estimated and then measured.
 
-The time of a network is taken to be a polynomial in the numbers of its channels, with the terms that its FLOPs and
-parameters have: a time for every pair of an input and an output channel of a layer, a time for every channel, and a
-constant,
+The estimate is a sum of parts, each proportional to a number that follows from the cost table,
 
-.. math:: T(m) = t_0 + \sum_k t_k \prod_{f \in k} n_f(m), \qquad t_k \ge 0.
+.. math:: T(m) = \sum_p t_p \, c_p(m) / c_p(1), \qquad t_p \ge 0 :
 
-The coefficients are fitted to measured networks by non-negative least squares of relative errors, so T never falls
-where a channel is added. Layers are not measured one by one: in a network they overlap, share caches and are fused,
-and their times do not add up. As a polynomial, T is a cost like FLOPs, and every policy can use it. It is an estimate:
-`LatencyTable.error` says how far it is off for networks that were left out of the fit. Of the networks that fill a
-budget a search prefers those whose time is underestimated, so a budget is filled to `AIM` of it.
+a constant, the removable layers that are left, the multiply-adds between two channels, the other multiply-adds, the
+parameters, and the inputs and outputs of layers with weights. The times :math:`t_p` are fitted to measured networks of
+random widths and depths by least squares of relative errors. T is a polynomial in numbers of channels like FLOPs, so
+every policy can use it. It has few coefficients, so that no channel seems to be free, but it is smooth, and devices are
+not: `LatencyTable.error` is its error for networks that were left out of the fit.
+
+Therefore networks are also timed when the structure of a training changes (`BoundBudget.measured`). The estimate is
+multiplied by the ratio of the measured to the estimated time, and widths are fitted again until the measured time is
+within the budget. That is for policies that change the structure a few times. The paper's policy draws a network every
+few steps, and uses the estimate alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,16 +32,67 @@ from torch import Tensor
 
 from slimstart.costs import CostTable, LatencyTable, Polynomial, Term
 from slimstart.errors import BudgetError
-from slimstart.policies.budgets import BoundPolynomial, FractionBudget
+from slimstart.policies.budgets import BoundPolynomial, Flops, FractionBudget
 from slimstart.policies.expected_cost import ExpectedCost
+from slimstart.policies.widths import Fit
 
-PICOSECONDS = 10**9  # in a millisecond; coefficients are whole numbers, so that costs are exact
-AIM = 0.96  # networks found by searches took 1 to 8 % more than estimated, on a CPU
+FEMTOSECONDS = 10**12  # in a millisecond; coefficients are whole numbers, so that costs are exact
 FOLDS = 5  # parts of the measurements that are left out in turn
+Part = Mapping[tuple[int, ...], float]  # the coefficient of every product of factors
+
+
+@dataclass(frozen=True)
+class Latency(FractionBudget):
+    """At most this fraction of the dense network's time, with a table of `slimstart.measure_latency`.
+
+    With the default policy, networks are timed when the structure changes, and held within the budget. With the paper's
+    policy, and with a table from a file, the estimate alone counts, and `table.error` is its relative error.
+    """
+
+    table: LatencyTable = field(repr=False)
+
+    aim: ClassVar[float] = 0.96  # measured times vary by a few percent
+
+    @classmethod
+    def of(cls, milliseconds: float, table: LatencyTable) -> Latency:
+        """The budget of so many milliseconds."""
+        return cls(milliseconds / table.dense_ms, table)
+
+    def bind(self, table: CostTable) -> BoundLatency:
+        return BoundLatency(self, table)
+
+    def flops_share(self, costs: CostTable) -> float:
+        try:
+            fit, flops = Fit(self.bind(costs), costs), Flops(1.0).bind(costs)
+        except BudgetError:
+            return 0.0
+        return flops.share(fit.masks(fit.shares().exp()))
+
+
+class BoundLatency(BoundPolynomial):
+    """`Latency` over a cost table, in milliseconds; `measured` corrects the estimate."""
+
+    def __init__(self, budget: Latency, costs: CostTable) -> None:
+        table = budget.table
+        self._fraction, self._timer, self._scale = budget.fraction, table.timer, 1 / FEMTOSECONDS
+        super().__init__(budget, ExpectedCost(costs, polynomial_of(table, costs)), table.dense_ms, "milliseconds")
+
+    def cost(self, mask: Tensor) -> float:
+        return self._scale * super().cost(mask)
+
+    def expected(self, s: Tensor) -> Tensor:
+        return self._scale * super().expected(s)
+
+    def measured(self, mask: Tensor, removed: Sequence[int]) -> float | None:
+        if self._timer is None:
+            return None
+        share = self._timer(mask, removed)
+        self._scale *= share * self.dense / self.cost(mask)
+        return share / self._fraction
 
 
 def polynomial_of(table: LatencyTable, costs: CostTable) -> Polynomial:
-    """The time of a network, in picoseconds; of layers that are removed only their part of the constant.
+    """The estimated time of a network in femtoseconds.
 
     Raises:
         BudgetError: the table is of another network.
@@ -46,118 +102,108 @@ def polynomial_of(table: LatencyTable, costs: CostTable) -> Polynomial:
             "`table` was measured on another network, or with another coupling or other `keep` or `norms`; measure "
             "this one, with the arguments of the training"
         )
-    present = set(keys(costs))
-    return Polynomial(table.constant, tuple(Term(time, factors) for factors, time in table.terms if factors in present))
-
-
-@dataclass(frozen=True)
-class Latency(FractionBudget):
-    """At most this fraction of the dense network's time, as estimated from a table (`slimstart.measure_latency`)."""
-
-    table: LatencyTable = field(repr=False)
-
-    @classmethod
-    def of(cls, milliseconds: float, table: LatencyTable) -> Latency:
-        """The budget of so many milliseconds."""
-        return cls(milliseconds / table.dense_ms, table)
-
-    def bind(self, table: CostTable) -> BoundPolynomial:
-        cost = ExpectedCost(table, polynomial_of(self.table, table))
-        return BoundPolynomial(self, cost, round(AIM * self.table.dense_ms * PICOSECONDS), "picoseconds")
+    total: Counter[tuple[int, ...]] = Counter()
+    for name, part in parts(costs).items():
+        for factors, coefficient in part.items():
+            total[factors] += round(table.parts[name] * FEMTOSECONDS * coefficient)
+    constant = total.pop((), 0)
+    return Polynomial(constant, tuple(Term(coefficient, factors) for factors, coefficient in total.items()))
 
 
 def digest(costs: CostTable) -> str:
-    """What identifies the units and factors of a network."""
+    """What identifies the units of a network, with any number of examples."""
     costs = costs.whole or costs
-    parts = [costs.unit_group, costs.events]
-    for factor in costs.factors:
-        parts += [torch.tensor([factor.offset]), factor.events, factor.weights]
-    state = hashlib.sha256()
-    for part in parts:
-        state.update(f"{tuple(part.shape)}".encode())
-        state.update(part.cpu().numpy().tobytes())
-    return state.hexdigest()
+    return hashlib.sha256(repr((costs.unit_group.tolist(), costs.params)).encode()).hexdigest()
 
 
-def keys(costs: CostTable) -> list[tuple[int, ...]]:
-    """The factors of every term of the FLOPs and parameters of a network."""
-    return sorted({tuple(sorted(term.factors)) for part in (costs.flops, costs.params) for term in part.terms})
+def parts(costs: CostTable) -> dict[str, Part]:
+    """The parts of the time of a network; each is 1 for the dense network."""
+    whole = costs.whole or costs
+    counts = [factor.offset + int(factor.weights.sum()) for factor in whole.factors]
+    found: dict[str, Part] = {
+        "constant": {(): 1.0},
+        "layers": {(): len(costs.layers) / len(whole.layers) if costs.whole else 1.0},
+    }
+    for (name, part), dense in zip(_numbers(costs).items(), _numbers(whole).values(), strict=True):
+        most = value(dense, counts) or 1.0
+        found[name] = {factors: coefficient / most for factors, coefficient in part.items()}
+    return found
 
 
-def features(costs: CostTable, mask: Tensor) -> list[int]:
-    """The product of every term at a mask, and 1 for the constant."""
+def _numbers(costs: CostTable) -> dict[str, Part]:
+    """What the time of a network is proportional to, as the cost table has it."""
+    flops, params = (
+        {(): poly.constant} | {tuple(sorted(term.factors)): term.coefficient for term in poly.terms}
+        for poly in (costs.flops, costs.params)
+    )
+    activations: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for factors in flops.keys() & params.keys() - {()}:
+        for factor in factors:  # of a weight, FLOPs are the number of positions at which it is applied
+            activations[(factor,)] += flops[factors] / params[factors]
+    return {
+        "products": {factors: number for factors, number in flops.items() if len(factors) == 2},
+        "other multiply-adds": {factors: number for factors, number in flops.items() if len(factors) < 2},
+        "parameters": params,
+        "activations": activations,
+    }
+
+
+def value(part: Part, counts: Sequence[int]) -> float:
+    """A part at the numbers of channels of all factors."""
+    return sum(coefficient * math.prod(counts[factor] for factor in factors) for factors, coefficient in part.items())
+
+
+def features(costs: CostTable, mask: Tensor) -> list[float]:
+    """All parts at a mask."""
     kept = costs.at_least_one(mask.cpu())
     happens = torch.cat([kept, kept.new_zeros(1)])[costs.events].any(1)  # the pads are -1: the last entry
     counts = [factor.offset + int((factor.weights * happens[factor.events]).sum()) for factor in costs.factors]
-    return [*(math.prod(counts[factor] for factor in factors) for factors in keys(costs)), 1]
+    return [value(part, counts) for part in parts(costs).values()]
 
 
-def fitted(
-    rows: Sequence[Sequence[int]], milliseconds: Sequence[float], weights: Sequence[float]
-) -> tuple[np.ndarray, float]:
-    """Non-negative times of every feature, in milliseconds, and the error for rows of full weight, left out in turn."""
-    features, times, given = (np.asarray(values, dtype=float) for values in (rows, milliseconds, weights))
-    fold, errors = np.arange(len(times)) % FOLDS, np.zeros(len(times))
-    for number in range(FOLDS):
-        out = fold == number
-        if out.any() and not out.all():
-            rest = non_negative(features[~out], times[~out], given[~out])
-            errors[out] = features[out] @ rest / times[out] - 1
-    return non_negative(features, times, given), float(np.quantile(np.abs(errors[given == given.max()]), 0.9))
+def fitted(rows: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[list[float], float]:
+    """Non-negative times of all parts, and the error of nine in ten networks that were left out in turn.
 
-
-def non_negative(features: np.ndarray, times: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    r"""The x >= 0 that minimises :math:`\sum_i w_i^2 (f_i \cdot x / t_i - 1)^2`.
-
-    By the active-set method of Lawson and Hanson (1974, ch. 23): entries become positive one after the other, the one
-    of steepest descent first, and are 0 again where the least-squares solution of the positive ones is negative.
+    Args:
+        rows: `features` of every network.
+        times: their times.
     """
-    relative = features * (weights / times)[:, None]
-    scales = np.maximum(np.linalg.norm(relative, axis=0), np.finfo(float).tiny)
-    relative = relative / scales
-    x, positive = np.zeros(relative.shape[1]), np.zeros(relative.shape[1], dtype=bool)
-    for _ in range(3 * len(x)):
-        descent = np.where(positive, 0.0, relative.T @ (weights - relative @ x))
-        if descent.max() <= 1e-10 * np.linalg.norm(weights):
-            break
-        positive[descent.argmax()] = True
-        while True:
-            solution = np.zeros(len(x))
-            solution[positive] = np.linalg.lstsq(relative[:, positive], weights, rcond=None)[0]
-            falling = positive & (solution <= 0)
-            if not falling.any():
-                x = solution
-                break
-            x = x + (x[falling] / (x[falling] - solution[falling])).min() * (solution - x)
-            positive &= x > 1e-14
-            x[~positive] = 0
-    result: np.ndarray = x / scales
-    return result
+    relative = np.asarray(rows) / np.asarray(times)[:, None]
+    fold, errors = np.arange(len(times)) % FOLDS, np.zeros(len(times))
+    for out in (fold == number for number in range(min(FOLDS, len(times)))):
+        if not out.all():
+            errors[out] = relative[out] @ non_negative(relative[~out]) - 1
+    return non_negative(relative).tolist(), float(np.quantile(np.abs(errors), 0.9))
+
+
+def non_negative(relative: np.ndarray) -> np.ndarray:
+    """The x >= 0 that minimises |relative @ x - 1|: of all choices of positive entries the best, as there are few."""
+    num_rows, num_parts = relative.shape
+    best, least = np.zeros(num_parts), math.inf
+    for chosen in itertools.product((False, True), repeat=num_parts):
+        x = np.zeros(num_parts)
+        x[list(chosen)] = np.linalg.lstsq(relative[:, chosen], np.ones(num_rows), rcond=None)[0]
+        error = float(np.square(relative @ x - 1).sum())
+        if (x >= 0).all() and error < least:
+            best, least = x, error
+    return best
 
 
 def table_of(
-    costs: CostTable,
-    rows: Sequence[Sequence[int]],
-    milliseconds: Sequence[float],
-    weights: Sequence[float],
-    **conditions: Any,
+    costs: CostTable, rows: Sequence[Sequence[float]], times: Sequence[float], **conditions: Any
 ) -> LatencyTable:
     """The table of measured networks.
 
     Args:
         rows: `features` of every network.
-        milliseconds: their times.
-        weights: in the fit.
+        times: their times in milliseconds.
         conditions: the other attributes of the table.
     """
-    times, error = fitted(rows, milliseconds, weights)
-    whole = [math.ceil(time * PICOSECONDS) for time in times.tolist()]
-    terms = tuple((factors, time) for factors, time in zip(keys(costs), whole, strict=False) if time)
+    found, error = fitted(rows, times)
     return LatencyTable(
         structure=digest(costs),
+        parts=dict(zip(parts(costs), found, strict=True)),
         error=error,
         num_networks=len(rows),
-        constant=whole[-1],
-        terms=terms,
         **conditions,
     )

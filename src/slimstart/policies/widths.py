@@ -121,7 +121,7 @@ def whole(wanted: Tensor, sizes: Tensor, align: int, cost: Callable[[Tensor], fl
     most = torch.minimum(torch.maximum(wanted + step, 1.25 * wanted).floor().long(), sizes)
     widths = torch.minimum((wanted / step).round().long().clamp(min=1) * step, sizes)
     numbers = torch.arange(len(step))
-    while cost(widths) > limit:  # decrease the width that is largest relative to the wanted one
+    while cost(widths) > limit and bool((widths > least).any()):  # decrease the largest relative to the wanted one
         given = torch.where(widths > least, widths / wanted, 0.0)
         widths = torch.maximum(widths - step * (numbers == int(given.argmax())), least)
 
