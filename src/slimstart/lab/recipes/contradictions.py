@@ -42,6 +42,7 @@ NOT_NEGATIVE = (
     *("penalty", "weight_decay", "warmup_epochs", "finetune_epochs", "validation", "seed"),
     *("mixup", "cutmix", "rand_augment"),
 )
+LARGE = 2**63  # as in TOML, and for PyTorch's generators
 FRACTIONS = ("settle_at", "label_smoothing", "momentum")
 
 
@@ -51,6 +52,11 @@ AVERAGED = ("slimstart", "dense", "uniform", "shallow", "random")
 
 def problems(recipe: Recipe) -> Iterator[str]:
     """Everything that is wrong, one sentence each."""
+    integers = {name: value for name, value in vars(recipe).items() if isinstance(value, int)}
+    if too_large := [name for name, value in integers.items() if not -LARGE <= value < LARGE]:
+        for name in too_large:  # without the value: Python does not print integers of some thousand digits
+            yield f"`{name}` is an integer of {integers[name].bit_length()} bits; it must be less than 2**63"
+        return
     yield from _values(recipe)
     yield from _of_the_policy(recipe)
     yield from _of_the_method(recipe)
@@ -89,8 +95,6 @@ def _values(recipe: Recipe) -> Iterator[str]:
             yield f"`{name}` is {getattr(recipe, name)}; it must be at least 0 and less than 1"
     if recipe.ema_decay is not None and not 0 < recipe.ema_decay < 1:
         yield f"`ema_decay` is {recipe.ema_decay}; it must be between 0 and 1; leave it out for no average"
-    if recipe.seed >= 2**63:
-        yield f"`seed` is {recipe.seed}; it must be less than 2**63"
 
 
 def _of_the_policy(recipe: Recipe) -> Iterator[str]:
