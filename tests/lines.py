@@ -1,12 +1,16 @@
 """Something that happens at a line of slimstart, counted as the lines run."""
 
+import contextlib
+import itertools
+import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import slimstart
 
+CONTEXT = multiprocessing.get_context("fork")
 PACKAGE = os.path.dirname(slimstart.__file__)
 
 
@@ -25,3 +29,41 @@ class AtLine:
                 sys.settrace(None)
                 self.happen()
         return self
+
+
+def stopped_at_every_line(
+    function: Callable[[], object], before: Callable[[], object], is_killed: bool, every: int = 1
+) -> Iterator[int]:
+    """Stop a function at every line of slimstart, or at every n-th, by a kill or an interrupt; yields the lines.
+
+    Args:
+        function: the function.
+        before: called each time before the function.
+        is_killed: whether it runs in a process that is killed at once; otherwise there is a KeyboardInterrupt.
+        every: n.
+    """
+
+    def run(lines: AtLine) -> None:
+        sys.settrace(lines)
+        try:
+            function()
+        finally:
+            sys.settrace(None)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for line in itertools.count(1, every):
+        before()
+        if is_killed:
+            worker = CONTEXT.Process(target=run, args=(AtLine(line, lambda: os._exit(9)),))
+            worker.start()
+            worker.join()
+            if worker.exitcode == 0:  # it has fewer lines
+                return
+            assert worker.exitcode == 9
+        else:
+            with contextlib.suppress(KeyboardInterrupt):
+                run(AtLine(line, interrupt))
+                return
+        yield line

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart import EqualWorth, ExportError, Flops, Paper, SparseTraining
+from slimstart.io.export import to_onnx, to_torch
 from slimstart.io.python_file import to_python
+from tests.lines import stopped_at_every_line
 
 IMAGES = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(8) % 4
@@ -147,6 +150,41 @@ def test_a_chain_is_a_function(tmp_path: Path) -> None:
     assert "def make():\n    return nn.Sequential(\n        nn.Sequential(\n" in source
     assert "            nn.Conv2d(3, 5, (3, 1), stride=(1, 2), bias=False),\n" in source
     assert torch.equal(outputs(imported(tmp_path / "chain.py").load()), outputs(chain.eval()))
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_python_file_and_its_weights_are_replaced_together(is_killed: bool, tmp_path: Path) -> None:
+    path, found = tmp_path / "small.py", []
+
+    def write(width: int) -> None:
+        to_python(Plain((width, 6)), path, IMAGES[:1])
+
+    with torch.enable_grad():  # an interrupt may come between the last line of a block without gradients and its end
+        for _ in stopped_at_every_line(lambda: write(5), lambda: write(4), is_killed, every=7):
+            shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)  # of a file that is as old
+            found.append(imported(path).load().features[0].out_channels)
+    assert found == sorted(found)
+    assert set(found) == {4, 5}
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(to_torch, "net.pt2"), pytest.param(to_onnx, "net.onnx", marks=pytest.mark.slow)]
+)
+def test_a_file_that_computes_something_else_replaces_no_other(
+    write: Callable[..., Any], name: str, tmp_path: Path
+) -> None:
+    if write is to_onnx:
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+
+    class Noisy(Plain):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images) + torch.rand(4)
+
+    (tmp_path / name).write_text("old")
+    with pytest.raises(ExportError, match="does not compute the same"):
+        write(Noisy(), tmp_path / name, IMAGES[:1])
+    assert (tmp_path / name).read_text() == "old"
 
 
 class Branching(Plain):

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from slimstart.lab.run.make_method import make_method
 from slimstart.lab.run.run_folder import Run
 from tests import distributed_cases as cases
 from tests.processes import on_ranks
+from tests.stopped_runs import killed_processes
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -428,32 +428,11 @@ def test_a_run_resumes_after_a_process_was_killed(tmp_path: Path, differences: C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
-def test_a_run_resumes_after_a_process_was_killed_anywhere(
-    policy: str, tmp_path: Path, differences: Callable[[Any, Any], list[str]]
-) -> None:
+def test_a_run_resumes_after_a_process_was_killed_anywhere(policy: str, tmp_path: Path) -> None:
     """SLIMSTART_KILLS is the number of kills, 4 by default; releases are tested with 50."""
-    kills = int(os.environ.get("SLIMSTART_KILLS", "4")) // 2
-    settings: dict[str, Any] = {"model": "tests.tiny_networks:with_dropout", "data": "tests.own_data:pairs"}
-    settings |= {"budget": "flops=0.4", "epochs": 3, "batch_size": 10, "policy": policy, "lr": 0.05}
-    own = {"settle_at": 0.67, "num_masks": 2} if policy == "paper" else {"resample_every": 1, "align": 1, "depth": 0.5}
-    model = {} if policy == "paper" else {"model": "tests.tiny_networks:with_blocks"}
-    recipe = Recipe(**(settings | own | model))
-    counts = [in_all(cases.killed_at, tmp_path / f"rank-{rank}", recipe, rank, 0)[rank] for rank in range(2)]
-    whole = outcome(records.read(tmp_path / "rank-0"))
-    network = Run(tmp_path / "rank-0").network.read_bytes()
-    random, killed = Random(policy), 0
-    for number in range(kills):
-        folder, rank = tmp_path / f"killed-{number}", number % 2
-        found = on_ranks(2, cases.killed_at, folder, recipe, rank, random.randrange(1, counts[rank]))
-        killed += found[rank] is None
-        assert isinstance(found[1 - rank], ProcessGroupError | records.Record), found
-        saved = Run(folder).checkpoints()
-        assert Run(folder).latest() is not None or not saved
-        assert Run(folder).checkpoints() == saved, "a checkpoint is damaged"
-        in_all(cases.program, folder, recipe)
-        assert differences(outcome(records.read(folder)), whole) == []
-        assert Run(folder).network.read_bytes() == network
-    assert killed == kills
+    for outcome in killed_processes(policy, int(os.environ.get("SLIMSTART_KILLS", "4")) // 2, tmp_path):
+        assert outcome.is_stopped
+        assert outcome.faults == []
 
 
 @pytest.mark.slow

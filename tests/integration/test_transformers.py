@@ -20,6 +20,7 @@ from slimstart.errors import CheckpointError
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from slimstart.integrations.transformers import SlimmingCallback, from_pretrained, save_pretrained  # noqa: E402
+from tests.lines import stopped_at_every_line  # noqa: E402
 from tests.transformers_cases import MODELS, SEARCHING, STEPS, Ordered, dataset, trainer  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -117,6 +118,33 @@ def test_widths_of_each_layer_are_in_the_config(tmp_path: Path, differences: Dif
     assert read.config.intermediate_size == [48, 16]
     assert differences(weights(read), weights(model)) == []
     assert torch.equal(read.eval()(**inputs).logits, model.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("before", ["in the config", "in a file"])
+def test_the_files_of_a_folder_are_replaced_together(
+    before: str, is_killed: bool, tmp_path: Path, differences: Differences
+) -> None:
+    """A structure that the config can express, and one that it cannot."""
+    models, kept = {}, [f"bert.encoder.layer.{i}.{part}" for i in (0, 1) for part in ("attention", "output")]
+    for where, sizes in (("in the config", (32, 32)), ("in a file", (24, 48))):
+        graph = slimstart.trace(model := MODELS["bert"](), example(), keep=[*kept, "bert.pooler"])
+        groups = torch.bincount(graph.costs.unit_group).tolist()
+        mask = torch.cat([torch.arange(n) < size for n, size in zip(groups, sizes, strict=True)])
+        models[where] = slimstart.compact(model, graph.select(mask)).eval()
+    old = models.pop(before)
+    (new,), folder, found = models.values(), tmp_path / "small", []
+    stopped = stopped_at_every_line(
+        lambda: save_pretrained(new, folder), lambda: save_pretrained(old, folder), is_killed, every=41
+    )
+    for _ in stopped:
+        read = from_pretrained(folder)
+        found.append([differences(weights(read), weights(model)) == [] for model in (old, new)])
+        assert any(found[-1])
+    assert found == sorted(found, reverse=True)
+    save_pretrained(new, folder)
+    assert differences(weights(from_pretrained(folder)), weights(new)) == []
+    assert not list(folder.glob(".*"))
 
 
 @pytest.mark.parametrize("steps", [6, 10, 26])

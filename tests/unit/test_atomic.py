@@ -1,5 +1,7 @@
 """Atomic writes: two writers of one file or one network, links, and what killed writers leave."""
 
+import errno
+import gc
 import multiprocessing
 import os
 import signal
@@ -14,6 +16,7 @@ from torch import nn
 import slimstart
 from slimstart.io import atomic
 from slimstart.io.files import Folder, open_to_read, read_bytes
+from tests.lines import stopped_at_every_line
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -110,7 +113,7 @@ def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) 
     with pytest.raises(OSError, match="not a regular file"):
         open_to_read(tmp_path / "pipe")
     with Folder(tmp_path) as folder, pytest.raises(OSError, match="not a regular file"):
-        folder.open("pipe", os.O_RDONLY)
+        folder.open("pipe", os.O_RDONLY, "rb")
     with pytest.raises(IsADirectoryError):
         open_to_read(tmp_path)
     (tmp_path / "file").write_bytes(b"12345")
@@ -150,3 +153,97 @@ def test_two_processes_save_one_network(tmp_path: Path) -> None:
     assert [writer.exitcode for writer in writers] == [0, 0]
     slimstart.load(path, dense)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["net.json", "net.safetensors"]
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_stopped_writer_of_two_files_leaves_an_old_or_a_new_network(is_killed: bool, tmp_path: Path) -> None:
+    path, networks, found = tmp_path / "net", [narrow(0), narrow(1)], []
+    weights = [next(one.parameters()).sum().item() for one in networks]
+    stopped = stopped_at_every_line(
+        lambda: slimstart.save(networks[1], path), lambda: slimstart.save(networks[0], path), is_killed
+    )
+    for _ in stopped:
+        found.append(weights.index(next(slimstart.load(path, dense).parameters()).sum().item()))
+    assert found == sorted(found)
+    assert set(found) == {0, 1}
+    gc.collect()  # closes what interrupts have left open
+    slimstart.save(networks[0], path)
+    assert sorted(os.listdir(tmp_path)) == ["net.json", "net.safetensors"]
+
+
+def test_a_stopped_writer_may_write_the_same_two_files_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second file waits for its name; a second writer without space on the disk does not remove it."""
+    first, second, key = tmp_path / "first", tmp_path / "second", 16 * "a"
+    atomic.write_pair(first, key.encode(), second, b"content", key)
+    second.rename(atomic.waiting(second, key))  # as if it had been stopped before its last rename
+    write = atomic.write
+
+    def full(path: Path, content: bytes) -> None:
+        if path == first:
+            raise OSError(errno.ENOSPC, "no space")
+        write(path, content)
+
+    monkeypatch.setattr(atomic, "write", full)
+    with pytest.raises(OSError, match="no space"):
+        atomic.write_pair(first, key.encode(), second, b"content", key)
+    assert atomic.waiting(second, key).read_bytes() == b"content"
+    with pytest.raises(OSError, match="no space"):
+        atomic.write_pair(first, b"other", second, b"other", 16 * "b")
+    assert sorted(os.listdir(tmp_path)) == ["first", atomic.waiting(second, key).name]
+
+
+def write_folder(path: Path, content: str, names: str) -> None:
+    with atomic.replacing(path, "[a-c]") as new:
+        for name in names:
+            (new / name).write_text(content)
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_stopped_writer_of_a_folder_leaves_all_old_or_all_new_files(is_killed: bool, tmp_path: Path) -> None:
+    path, found = tmp_path / "folder", []
+    path.mkdir()
+    (path / "own").write_text("somebody's own")
+
+    def seen() -> tuple[str, str]:
+        folder = atomic.newest(path)
+        names = "".join(name for name in "abc" if (folder / name).exists())
+        contents = {(folder / name).read_text() for name in names}
+        assert len(contents) == 1
+        return contents.pop(), names
+
+    for _ in stopped_at_every_line(
+        lambda: write_folder(path, "new", "bc"), lambda: write_folder(path, "old", "ab"), is_killed
+    ):
+        found.append(seen())
+    old, new = ("old", "ab"), ("new", "bc")
+    assert found == [old] * found.count(old) + [new] * found.count(new)
+    assert set(found) == {old, new}
+    write_folder(path, "old", "ab")
+    assert seen() == old
+    assert sorted(os.listdir(path)) == ["a", "b", "own"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_folder_is_unchanged_after_an_error(error: type[BaseException], tmp_path: Path) -> None:
+    write_folder(tmp_path, "old", "ab")
+
+    def fail() -> None:
+        with atomic.replacing(tmp_path, "[a-c]") as new:
+            (new / "b").write_text("new")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert (tmp_path / "b").read_text() == "old"
+
+
+def test_a_folder_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
+    monkeypatch.setattr(os, "link", none)
+    write_folder(tmp_path / "deep" / "folder", "old", "ab")
+    write_folder(tmp_path / "deep" / "folder", "new", "bc")
+    assert sorted(os.listdir(tmp_path / "deep" / "folder")) == ["b", "c"]
+    assert (tmp_path / "deep" / "folder" / "b").read_text() == "new"

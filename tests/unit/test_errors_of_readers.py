@@ -56,7 +56,16 @@ def test_a_pipe(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["structure", "record", "records in a folder", "recipe"])
 @pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b"x = " + b"[" * 100_000, b"\xff\xfe", b'{"schema": ' + b"9" * 5000]
+    "content",
+    [
+        b"[" * 100_000,
+        b"x = " + b"[" * 100_000,
+        b"x = " + b"[" * 30_000,
+        b"[" + b"a." * 16_000 + b"b]",
+        b"[" + b"a." * 400_000 + b"b]",  # of which each level is looked up from the first on
+        b"\xff\xfe",
+        b'{"schema": ' + b"9" * 5000,
+    ],
 )
 def test_deep_and_odd_text(name: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / ("net.json" if name == "structure" else READERS[name][0])

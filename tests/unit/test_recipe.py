@@ -149,6 +149,9 @@ def test_the_dense_method_has_no_budget(tmp_path: Path) -> None:
     assert read(tmp_path / "dense.toml") == dense
 
 
+INTEGERS = [name for name, value in vars(Recipe()).items() if type(value) is int] + ["resample_every", "align"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -159,6 +162,8 @@ def test_the_dense_method_has_no_budget(tmp_path: Path) -> None:
         ("epochs = 3.5", "`epochs` is 3.5"),
         ("epochs = true", "`epochs` is True"),
         ("lr = -1", "`lr` is -1.0"),
+        *((f"{name} = 0x{4000 * 'f'}", f"`{name}` is an integer of 16000 bits") for name in INTEGERS),
+        (f"epochs = {2**63}", "`epochs` is an integer of 64 bits; it must be less than 2\\*\\*63"),
         ('extends = "vgg17-cifar10"', "vgg16-cifar10"),
         ("extends = 3", "no recipe 3"),
         ('model = "os:getcwd"', "never run on the word of a file"),

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from slimstart.errors import CheckpointError
 from slimstart.flop_counter import flops
 from slimstart.integrations.trainers import policy_of_gradients, tensors_in
-from slimstart.io import checkpoints
+from slimstart.io import atomic, checkpoints
 from slimstart.io.network_files import load, save
 from slimstart.narrow.compact import RECORD, Record
 from slimstart.narrow.hooks import OwnHook
@@ -41,6 +41,7 @@ except ImportError:
     TrainerCallback = object
 
 STATE = "slimstart.pt"
+_FILES = r"(generation_)?config\.json|model\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 _INSTEAD = """`compute_loss` of your Trainer, with `loss` the loss of `model`, and `sparse.update` in `on_step_end`:
     reference = sparse.reference(**inputs).loss.detach() if sparse.needs_reference else None
     self.losses = loss.detach(), reference      # in on_step_end: sparse.update(*trainer.losses)"""
@@ -219,28 +220,26 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
 
     If a size in the config can express the structure, such as one `intermediate_size` for all layers, or a list of them
     where the class takes one, it is a folder of transformers like any other. Otherwise it has the config of the dense
-    model, and the structure in `model.json`.
+    model, and the structure in `model.json`. At any moment, `from_pretrained` finds the old model or the new one.
 
     Args:
         model: a model after training with `SlimmingCallback`, or another result of `finish`.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config = _narrow_config(model)
-    if config is not None:
-        config.architectures = [type(model).__name__]
-        dense, model.config = model.config, config
-        try:
-            model.save_pretrained(folder)
-        finally:
-            model.config = dense
-        (folder / "model.json").unlink(missing_ok=True)
-        return
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    save(model, folder / "model")
+    with atomic.replacing(Path(folder), _FILES) as new:
+        if config is not None:
+            config.architectures = [type(model).__name__]
+            dense, model.config = model.config, config
+            try:
+                model.save_pretrained(new)
+            finally:
+                model.config = dense
+            return
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(new)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(new)
+        save(model, new / "model")
 
 
 def from_pretrained(folder: str | os.PathLike[str], cls: Any = None) -> Any:
@@ -257,6 +256,7 @@ def from_pretrained(folder: str | os.PathLike[str], cls: Any = None) -> Any:
     folder = Path(folder)
     if not folder.is_dir():  # transformers would look for a model of that name on the Hub
         raise CheckpointError(f"{os.fspath(folder)!r} is not a folder")
+    folder = atomic.newest(folder)
     # Code in the folder is not run, and transformers does not ask whether it may be.
     options = {"trust_remote_code": False, "local_files_only": True}
     try:

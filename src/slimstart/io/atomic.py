@@ -1,7 +1,8 @@
 """Atomic writes: after a crash at any moment a file has its old content or its new one, never a part of either.
 
 The content is written to a new file with a name of its own, which then takes the name of the old one. So two processes
-can write one file at the same time, and a link of that name is replaced instead of followed.
+can write one file at the same time, and a link of that name is replaced instead of followed. Where several files belong
+together, one rename decides which of them a reader finds: `write_pair` is for two, `replacing` for those of a folder.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +24,8 @@ except ImportError:  # on Windows nothing is locked
     fcntl = None  # type: ignore[assignment]
 
 _PARTIAL = r"\.[0-9a-f]{16}\.partial"
+_WAITING = r"\.[0-9a-f]{16}\.new"
+_NEW_FILES = ".slimstart-new"
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
@@ -48,6 +52,98 @@ def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], object], 
         raise
 
 
+def waiting(path: Path, key: str) -> Path:
+    """The name of the second file of a pair with this key, until it takes its own name."""
+    return path.with_name(f"{path.name}.{key[:16]}.new")
+
+
+def write_pair(first: Path, content: bytes, second: Path, second_content: bytes, key: str) -> None:
+    """Replace two files of one folder that belong together; a reader finds both old ones or both new ones.
+
+    The rename of the first file decides: it tells readers the key, and they look for the second one at `waiting` before
+    they look at its own path.
+
+    Args:
+        first: path of the file that tells the key.
+        content: its content.
+        second: path of the other file.
+        second_content: the content of that.
+        key: hexadecimal digits, others for every pair.
+    """
+    with turn(first.parent):  # of two that write at once, the last one writes both files
+        second_waiting, before = waiting(second, key), _inode(first)
+        is_needed = second_waiting.exists()  # by the present first file, if its writer was stopped
+        try:
+            write(second_waiting, second_content)
+            write(first, content)
+        except BaseException:
+            if _inode(first) == before and not is_needed:
+                second_waiting.unlink(missing_ok=True)
+            raise
+        second_waiting.replace(second)
+        with Folder(first.parent) as folder:
+            left = re.compile(rf"{re.escape(second.name)}{_WAITING}({_PARTIAL})?")
+            for name in filter(left.fullmatch, folder.names()):
+                folder.remove(name)  # of a writer that was stopped
+
+
+@contextlib.contextmanager
+def replacing(path: Path, obsolete: str) -> Iterator[Path]:
+    """Replace files of a folder together: in the block, they are written to the folder that this returns.
+
+    One rename decides: from then on they are in a complete folder within the folder, which `newest` finds, until each
+    of them has its place.
+
+    Args:
+        path: path of the folder, which is made if there is none.
+        obsolete: regular expression of names of older files, which are removed if there are no new ones.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with turn(path):
+        for left in path.glob(f"{_NEW_FILES}.*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        if newest(path) != path:  # the writer was stopped
+            _put_in_place(path, obsolete)
+        new = path / f"{_NEW_FILES}.{secrets.token_hex(8)}.partial"
+        new.mkdir()
+        try:
+            yield new
+            for file in new.iterdir():
+                with file.open("rb+") as content:
+                    os.fsync(content.fileno())
+            new.rename(path / _NEW_FILES)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        _put_in_place(path, obsolete)
+
+
+def newest(path: Path) -> Path:
+    """The folder that has the newest files of a folder."""
+    new = path / _NEW_FILES
+    return new if new.is_dir() and not new.is_symlink() else path
+
+
+def _put_in_place(path: Path, obsolete: str) -> None:
+    new = path / _NEW_FILES
+    names = sorted(os.listdir(new))
+    for name in names:
+        partial = path / f"{name}.{secrets.token_hex(8)}.partial"
+        try:
+            os.link(new / name, partial)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(new / name, partial)
+        partial.replace(path / name)
+    with Folder(path) as folder:
+        for name in filter(re.compile(obsolete).fullmatch, folder.names()):
+            if name not in names:
+                folder.remove(name)
+        remove_partials(folder, "|".join(map(re.escape, names)))
+    gone = path / f"{_NEW_FILES}.{secrets.token_hex(8)}.partial"
+    new.rename(gone)
+    shutil.rmtree(gone)
+
+
 @contextlib.contextmanager
 def turn(path: Path) -> Iterator[None]:
     """Wait until no other process or thread is in this block for the same folder."""
@@ -59,21 +155,24 @@ def turn(path: Path) -> Iterator[None]:
 
 def remove_partials(folder: Folder, name: str) -> None:
     """Remove what killed processes have left of files whose name matches a regular expression."""
-    partial = re.compile(name + _PARTIAL)
+    partial = re.compile(f"(?:{name}){_PARTIAL}")
     for found in filter(partial.fullmatch, folder.names()):
-        with contextlib.suppress(OSError):
-            handle = folder.open(found, os.O_RDWR)
-            try:
-                if _lock(handle, wait=False):  # otherwise it is being written
-                    folder.remove(found)
-            finally:
-                os.close(handle)
+        with contextlib.suppress(OSError), folder.open(found, os.O_RDWR, "rb+") as file:
+            if _lock(file.fileno(), wait=False):  # otherwise it is being written
+                folder.remove(found)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _replace(folder: Folder, name: str, put: Callable[[BinaryIO], object]) -> None:
-    partial, handle = _new_file(folder, name)
+    partial, file = _new_file(folder, name)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             put(file)
             file.flush()
             os.fsync(file.fileno())  # without it a power cut can leave the new name on an empty file
@@ -87,15 +186,15 @@ def _replace(folder: Folder, name: str, put: Callable[[BinaryIO], object]) -> No
         raise
 
 
-def _new_file(folder: Folder, name: str) -> tuple[str, int]:
-    """The name and the handle of a new, locked file."""
+def _new_file(folder: Folder, name: str) -> tuple[str, BinaryIO]:
+    """The name of a new, locked file, and the file."""
     while True:
         partial = f"{name}.{secrets.token_hex(8)}.partial"
-        handle = folder.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        _lock(handle, wait=True)
-        if os.fstat(handle).st_nlink:
-            return partial, handle
-        os.close(handle)  # another process took it for one that was left, before it was locked
+        file = folder.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
+        _lock(file.fileno(), wait=True)
+        if os.fstat(file.fileno()).st_nlink:
+            return partial, file
+        file.close()  # another process took it for one that was left, before it was locked
 
 
 def _lock(handle: int, wait: bool) -> bool:

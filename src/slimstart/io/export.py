@@ -46,15 +46,17 @@ def to_onnx(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -
         ) from error
     assert program is not None
     content = program.model_proto.SerializeToString()
-    atomic.write(path, content)
     try:
         import onnxruntime
     except ImportError:
-        return None
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    images = several(example)
-    (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    return compare(network, images, torch.from_numpy(logits), path)
+        difference = None
+    else:
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        images = several(example)
+        (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        difference = compare(network, images, torch.from_numpy(logits), path)
+    atomic.write(path, content)
+    return difference
 
 
 def to_torch(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> float:
@@ -67,9 +69,10 @@ def to_torch(network: nn.Module, path: str | os.PathLike[str], example: Tensor) 
         program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         content = io.BytesIO()
         torch.export.save(program, content)
-        atomic.write(path, content.getvalue())
-        again = torch.export.load(str(Path(path))).module()
-    return compare(network, images, again(images), path)
+        again = torch.export.load(io.BytesIO(content.getvalue())).module()
+    difference = compare(network, images, again(images), path)
+    atomic.write(path, content.getvalue())
+    return difference
 
 
 def several(example: Tensor) -> Tensor:

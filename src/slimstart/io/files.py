@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import weakref
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self, cast
 
 # Windows has neither links that are common nor handles of folders; there, names are joined to paths.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -34,27 +35,34 @@ class Folder:
             raise OSError(errno.ELOOP, _LINK, str(path))
         if _HAS_HANDLES:
             self.handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if is_link_allowed else _NO_LINK))
+            # Also after an interrupt within `__exit__`: the handle may hold a lock, for which others wait.
+            self._close = weakref.finalize(self, os.close, self.handle)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.handle is not None:
-            os.close(self.handle)
+            self._close()
             self.handle = None
 
     def names(self) -> list[str]:
         """The names of all files, sorted."""
         return sorted(os.listdir(self.path if self.handle is None else self.handle))
 
-    def open(self, name: str, flags: int) -> int:
-        """A handle of a regular file; links are not followed, and nothing waits for the other end of a pipe."""
+    def open(self, name: str, flags: int, mode: str) -> BinaryIO:
+        """Open a regular file; links are not followed, and nothing waits for the other end of a pipe.
+
+        Args:
+            flags: as for `os.open`.
+            mode: as for `open`, binary, and in accord with the flags.
+        """
         try:
             handle = os.open(self._named(name), flags | _NO_LINK | _NO_WAIT, 0o666, dir_fd=self.handle)
         except OSError as error:
             reason = _LINK if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
             raise OSError(error.errno, reason, str(self.path / name)) from None
-        return _regular(handle, self.path / name)
+        return cast(BinaryIO, os.fdopen(_regular(handle, self.path / name), mode))
 
     def replace(self, name: str, new_name: str) -> None:
         os.replace(self._named(name), self._named(new_name), src_dir_fd=self.handle, dst_dir_fd=self.handle)

@@ -37,16 +37,10 @@ def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     return tensors, tensors.with_suffix(".json")
 
 
-def _pending(structure_path: Path, sha256: str) -> Path:
-    """A structure file that belongs to the tensors with this hash, until it has its own name."""
-    return structure_path.with_name(f"{structure_path.stem}.{sha256[:16]}.json")
-
-
 def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a finished network to `path` (.safetensors) and its structure to a .json file next to it.
 
-    At any moment, `load` finds the old network or the new one: the structure is written under another name, and gets
-    its own when the tensors have theirs.
+    At any moment, `load` finds the old network or the new one.
 
     Args:
         network: a result of `finish`, `snapshot` or `compact`.
@@ -63,9 +57,10 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     own = {f"{name}.{buffer}" for name in ports for buffer in BUFFERS}
     tensors = {n: t.detach().contiguous().clone() for n, t in tensor_names(network).items() if n not in own}
     blob = to_bytes(tensors)
+    key = hashlib.sha256(blob).hexdigest()
     structure = {
         "format": _FORMAT,
-        "sha256": hashlib.sha256(blob).hexdigest(),
+        "sha256": key,
         "dense": {name: list(shape) for name, shape in record.dense.items()},
         "attributes": [[m, a, int(read_count(network.get_submodule(m), a))] for m, a in record.counted],
         "ports": {
@@ -81,15 +76,8 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     }
     structure["digest"] = _digest(structure)
     tensors_path, structure_path = _paths(path)
-    pending = _pending(structure_path, hashlib.sha256(blob).hexdigest())
-    with atomic.turn(tensors_path.parent):  # of two that save at once, the last one writes both files
-        atomic.write(pending, (json.dumps(structure, indent=1) + "\n").encode())
-        try:
-            atomic.write(tensors_path, blob)  # decides: from now on the pending structure belongs to the tensors
-        except BaseException:
-            pending.unlink(missing_ok=True)
-            raise
-        pending.replace(structure_path)
+    content = (json.dumps(structure, indent=1) + "\n").encode()
+    atomic.write_pair(tensors_path, blob, structure_path, content, key)
 
 
 def _digest(structure: dict[str, Any]) -> str:
@@ -134,17 +122,17 @@ def _read(path: str | os.PathLike[str], shapes: Sequence[torch.Size]) -> tuple[b
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
         sha256 = hashlib.sha256(blob).hexdigest()
-        structure = _read_structure(structure_path, _pending(structure_path, sha256), max_structure)
+        structure = _read_structure(structure_path, atomic.waiting(structure_path, sha256), max_structure)
         if structure.get("sha256") == sha256:
             return blob, structure
         # Another process may have saved since the tensors were read.
     raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
 
 
-def _read_structure(path: Path, pending: Path, max_bytes: int) -> dict[str, Any]:
+def _read_structure(path: Path, waiting: Path, max_bytes: int) -> dict[str, Any]:
     try:
         try:
-            content = read_bytes(pending, max_bytes)
+            content = read_bytes(waiting, max_bytes)
         except FileNotFoundError:
             content = read_bytes(path, max_bytes)
         structure = json.loads(content)

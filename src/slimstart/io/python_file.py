@@ -13,11 +13,12 @@ The forward is read off by `torch.fx`, and the layers are written as calls of th
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,11 @@ from torch import nn
 
 {definition}
 
-def load(path=Path(__file__).with_suffix(".pt")):
+def load(path=None):
+    if path is None:
+        path = Path(__file__).with_name({weights!r})
+        new = Path(__file__).with_name({waiting!r})  # as long as both files are being replaced
+        path = new if new.exists() else path
     model = {make}
     model.load_state_dict(torch.load(path, weights_only=True))
     return model.eval()
@@ -52,6 +57,8 @@ def load(path=Path(__file__).with_suffix(".pt")):
 
 def to_python(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> float:
     """Write a Python file that defines a network, and its state dict with the suffix .pt next to it.
+
+    At any moment, the file's `load` finds the old network or the new one.
 
     The network consists of PyTorch's own layers, and its forward can be traced by `torch.fx`: it has no branches that
     depend on tensors. Layers with ports (`finish` without `plain=True`) cannot be written.
@@ -68,7 +75,16 @@ def to_python(network: nn.Module, path: str | os.PathLike[str], example: Tensor)
     network.eval()
     weights = path.with_suffix(".pt")
     definition, make = _definition(network)
-    source = _FILE.format(name=type(network).__name__, weights=weights.name, definition=definition, make=make)
+    content = io.BytesIO()
+    torch.save(network.state_dict(), content)
+    key = hashlib.sha256(content.getvalue()).hexdigest()
+    source = _FILE.format(
+        name=type(network).__name__,
+        weights=weights.name,
+        waiting=atomic.waiting(weights, key).name,
+        definition=definition,
+        make=make,
+    )
     namespace: dict[str, Any] = {"__name__": path.stem, "__file__": os.fspath(path)}
     images = several(example)
     try:
@@ -82,8 +98,7 @@ def to_python(network: nn.Module, path: str | os.PathLike[str], example: Tensor)
             f"{type(network).__name__} cannot be written as Python: {type(error).__name__}: {error}; {_INSTEAD}"
         ) from error
     difference = compare(network, images, output, path)
-    atomic.write_with(weights, partial(torch.save, network.state_dict()))
-    atomic.write(path, source.encode())
+    atomic.write_pair(path, source.encode(), weights, content.getvalue(), key)
     return difference
 
 

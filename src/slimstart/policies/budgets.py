@@ -238,6 +238,10 @@ class FractionBudget(Budget):
         return self.fraction
 
     def flops_share(self, costs: CostTable) -> float:
+        try:
+            self.bind(costs)
+        except BudgetError:
+            return 0.0
         return self.fraction
 
     def scaled(self, factor: float) -> Self:

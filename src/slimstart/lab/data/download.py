@@ -77,7 +77,7 @@ def _opened(part: Path, keep: bool) -> BinaryIO:
     with Folder(part.parent) as folder:
         if not keep:
             folder.remove(part.name)
-        return os.fdopen(folder.open(part.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+        return folder.open(part.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab")
 
 
 def _fetch_rest(url: str, part: Path, progress: Progress | None) -> None:

@@ -60,8 +60,8 @@ RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("settle_at label_smoothing momentum", "must be in [0, 1]", lambda value: 0 <= value <= 1),
     ("beta1 beta2", "must be at least 0 and less than 1", lambda value: 0 <= value < 1),
     ("ema_decay", "must be between 0 and 1; leave it out for no average", lambda value: 0 < value < 1),
-    ("seed", "must be less than 2**63", lambda value: value < 2**63),
 )
+LARGE = 2**63  # as in TOML, and for PyTorch's generators
 
 
 # Methods that train one network, so that its weights have an average.
@@ -70,6 +70,11 @@ AVERAGED = ("slimstart", "dense", "uniform", "shallow", "random")
 
 def problems(recipe: Recipe) -> Iterator[str]:
     """Everything that is wrong, one sentence each."""
+    integers = {name: value for name, value in vars(recipe).items() if isinstance(value, int)}
+    if too_large := [name for name, value in integers.items() if not -LARGE <= value < LARGE]:
+        for name in too_large:  # without the value: Python does not print integers of some thousand digits
+            yield f"`{name}` is an integer of {integers[name].bit_length()} bits; it must be less than 2**63"
+        return
     yield from _values(recipe)
     yield from _of_the_policy(recipe)
     yield from _of_the_method(recipe)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # PyTorch is loaded when a recipe is made, not when its field
     from slimstart.policies import Budget
 
 logger = logging.getLogger(__name__)
-MAX_BYTES = 1 << 20  # of a file
+MAX_BYTES = 1 << 15  # of a file; the time of `tomllib` can grow with the square
 
 METHODS = (
     *("slimstart", "dense", "uniform", "shallow", "random"),

@@ -131,7 +131,7 @@ class Run:
         while True:
             try:
                 with Folder(self.folder) as folder:
-                    file = os.fdopen(folder.open(lock.name, os.O_RDWR | os.O_CREAT), "r+")
+                    file = folder.open(lock.name, os.O_RDWR | os.O_CREAT, "rb+")
             except OSError as error:
                 raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
             with file:
@@ -230,7 +230,7 @@ def _make(folder: Path) -> list[Path]:
     return missing
 
 
-def _is(file: IO[str], path: Path) -> bool:
+def _is(file: IO[bytes], path: Path) -> bool:
     """Whether a path is that of an open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
@@ -238,7 +238,7 @@ def _is(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _lock(file: IO[str]) -> bool:
+def _lock(file: IO[bytes]) -> bool:
     """Lock a file; whether this process has the lock. On Windows nothing is locked."""
     try:
         import fcntl
