@@ -134,8 +134,12 @@ class FolderBatches:
             pin_memory=how.device.type == "cuda",
             generator=torch.Generator(),  # without one of its own it would draw from the global one
         )
-        draws = EpochDraws(how, number, self.num_images)
-        return (self._finish(decoded, draws, index) for index, decoded in zip(left, loader, strict=True))
+        draws, batches = EpochDraws(how, number, self.num_images), iter(loader)
+        try:
+            for index in left:
+                yield self._finish(next(batches), draws, index)
+        finally:
+            del batches  # ends the workers now: the traceback of an error may keep this frame for long
 
     def _finish(
         self, decoded: tuple[Tensor, Tensor] | DataError, draws: EpochDraws, index: int
