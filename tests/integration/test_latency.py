@@ -148,7 +148,7 @@ def test_the_network_takes_as_long_as_it_may_in_every_step(table: LatencyTable, 
             assert of_the_budget > 0.9
 
 
-@pytest.mark.parametrize("fraction", [0.7, 0.4])
+@pytest.mark.parametrize("fraction", [pytest.param(0.7, marks=pytest.mark.slow), 0.4])
 def test_wrong_estimates_are_corrected(fraction: float) -> None:
     """Narrow networks take half as long again as any sum of the parts says, and channels come in blocks."""
     device = Device(block=8)
