@@ -395,6 +395,12 @@ class SparseTraining(Stepping):
     def num_steps(self, value: int) -> None:
         self._structure.progress = self._structure.progress._replace(num_steps=value)
 
+    def __repr__(self) -> str:
+        state = "finished" if self._finished else "the structure is final" if self.settled else "searching"
+        steps = self.num_steps if self._total_steps is None else f"{self.num_steps} of {self._total_steps}"
+        layers = f"without {len(self.graph.removed)} of {len(self.dense_graph.layers)} removable layers"
+        return f"SparseTraining({type(self.policy).__name__}, {self._budget}): {state}, step {steps}, {layers}"
+
     @property
     def settled(self) -> bool:
         """Whether the structure is fixed."""

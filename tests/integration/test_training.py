@@ -535,6 +535,20 @@ def test_no_reference_needed_where_none_is_used() -> None:
     assert held.num_steps == 2
 
 
+def test_what_is_printed_says_how_far_a_training_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = slimstart.EqualWorth(rounds=1, search_steps=1)
+    sparse = SparseTraining(model, optimizer, torch.zeros(2, 4), Flops(0.4), total_steps=2, policy=policy)
+    rest = "without 0 of 1 removable layers"  # it is the only one that has 8 inputs and outputs
+    assert repr(sparse) == f"SparseTraining(EqualWorth, Flops(fraction=0.4)): searching, step 0 of 2, {rest}"
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert "the structure is final, step 1 of 2" in repr(sparse)
+    sparse.finish()
+    assert "finished, step 1 of 2" in repr(sparse)
+
+
 def test_schedulers_and_parameter_groups_survive() -> None:
     torch.manual_seed(0)
     model = Net()
