@@ -125,6 +125,27 @@ def sparse_training(ranks: ProcessGroup, norm: str, **settings: Any) -> dict[str
     return found
 
 
+def loaded(ranks: ProcessGroup) -> dict[str, Any]:
+    """A search that is loaded, and finished without a further step: with the batches of all processes."""
+    state_dict, found = None, dict[str, Any]()
+    for _ in range(2):
+        model = network("batch")
+        if ranks.size > 1:
+            model = synchronise_batch_norm(model)
+        sparse = SparseTraining(model, sgd(model), EXAMPLE, Flops(0.4), **arguments())
+        parallel = data_parallel(model) if ranks.size > 1 else None
+        if state_dict is None:
+            for batch in batches(ranks, 4):
+                sparse.step(cross_entropy, *batch)
+            state_dict = sparse.state_dict()
+        else:
+            sparse.load_state_dict(state_dict)
+            found["snapshot"] = state(sparse.snapshot(batches(ranks, 2), cross_entropy))
+            found["finished"] = state(sparse.finish(batches(ranks, 2), cross_entropy))
+        del parallel
+    return found
+
+
 def plain_training(ranks: ProcessGroup, norm: str) -> dict[str, Any]:
     model = network(norm)
     runs = data_parallel(synchronise_batch_norm(model)) if ranks.size > 1 else model
@@ -160,6 +181,7 @@ CASES: dict[str, Callable[[ProcessGroup], dict[str, Any]]] = {
     "symmetric, one mask per stream": lambda ranks: sparse_training(
         ranks, "none", estimator="vr_pge_symmetric", coupling="stream"
     ),
+    "loaded": loaded,
     "plain": lambda ranks: plain_training(ranks, "batch"),
     "by hand": lambda ranks: by_hand(ranks),
 }

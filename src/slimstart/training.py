@@ -301,10 +301,13 @@ class SparseTraining(Stepping):
         """Before any training: complete or undo what was interrupted, and join the other processes."""
         self._check_unfinished()
         self._loads.check()
-        if not self._structure.has_joined:
-            self._structure.join()
+        self._join()
         if self._steps is not None and self.process_group.size > 1:
             self._steps, self._eager = None, "several processes train together"
+
+    def _join(self) -> None:
+        if not self._structure.has_joined:
+            self._structure.join()
 
     def _check_unfinished(self) -> None:
         self._structure.transaction.recover()
@@ -365,6 +368,8 @@ class SparseTraining(Stepping):
         self._check_unfinished()
         self._check(wait=True)
         seen = first_batches(batches, max_batches)
+        if seen is not None:
+            self._join()  # a loaded training has taken no step yet
         small = self._networks.copy_of(self.mask if self._is_final else self.learner.best_guess())
         self._measure(small, seen, loss_fn)
         return small
@@ -508,6 +513,7 @@ class SparseTraining(Stepping):
         self._check(wait=True)
         if self._finished:
             return self._given
+        self._join()  # a loaded training has taken no step yet
         seen = first_batches(batches, max_batches)
         if not self._is_final and self._structure.gradients is None:
             self._choose_final(seen, loss_fn, num_samples)

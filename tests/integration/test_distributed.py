@@ -62,7 +62,7 @@ def in_all(case: Callable[..., Any], *arguments: Any, size: int = 2, **settings:
 # --- many processes are one ------------------------------------------------------------------------------------------
 
 
-QUICK = ["batch norm, padded", "equal worth", "by hand", "plain"]
+QUICK = ["batch norm, padded", "equal worth", "loaded", "by hand", "plain"]
 
 
 @pytest.mark.parametrize(
