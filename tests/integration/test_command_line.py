@@ -245,10 +245,13 @@ def test_an_empty_value_is_refused(slimstart: Slimstart, tmp_path: Path, words: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_termination_before_the_training_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["", pytest.param("ValueError('drawing failed')", marks=pytest.mark.slow)])
+def test_a_termination_before_the_training_is_reported(tmp_path: Path, error: str) -> None:
+    """Also where other code replaces the exception, as compiled code may."""
     (tmp_path / "slow.py").write_text(
         "import time\nfrom pathlib import Path\n\n\n"
-        "def make(batch_size):\n    Path('reached').touch()\n    time.sleep(120)\n"
+        "def make(batch_size):\n    Path('reached').touch()\n"
+        f"    try:\n        time.sleep(120)\n    except BaseException:\n        raise {error}\n"
     )
     words = ["train", "--model", "small", "--data", "slow:make", "--out", "run"]
     path = os.pathsep.join([str(REPOSITORY / "src"), str(tmp_path)])

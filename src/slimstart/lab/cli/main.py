@@ -103,9 +103,11 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
-    process = os.getpid()
+    process, received = os.getpid(), False
 
     def end(number: int, _: object) -> None:
+        nonlocal received
+        received = True
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:  # a worker, which inherits the handler
             os.kill(os.getpid(), number)
@@ -114,6 +116,10 @@ def _terminable() -> Iterator[None]:
     signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except Exception as error:
+        if received:  # compiled code, such as that of matplotlib, replaces an exception that it calls into
+            raise _Terminated from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
