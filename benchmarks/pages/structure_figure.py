@@ -41,7 +41,7 @@ def _panel(title: str, structures: list[Structure], colors: dict[str, str]) -> I
         x = LEFT + (WIDTH - LEFT - RIGHT) * (number - first) / (last - first)
         return x, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (accuracy - low) / (high - low)
 
-    yield f'<text x="{LEFT}" y="20">{escape(title)}</text>'
+    yield f'<text x="8" y="20" font-size="12">{escape(title)}</text>'  # the longest is almost as wide as a panel
     for tick in sorted({low, round((low + high) / 2), high}):
         _, y = place(first, tick)
         yield f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{colors["line"]}"/>'
