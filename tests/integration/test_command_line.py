@@ -1,5 +1,6 @@
 """The command line: every command, and every error in one line with a remedy."""
 
+import io
 import os
 import re
 import resource
@@ -15,7 +16,7 @@ import pytest
 
 from slimstart.lab import records
 from slimstart.lab.cli import main
-from slimstart.lab.cli.display import console
+from slimstart.lab.cli.display import TrainingDisplay, console
 from slimstart.lab.recipes.recipe import Recipe
 from slimstart.lab.run.environment import Place
 from slimstart.lab.run.program import Program
@@ -394,3 +395,18 @@ def test_ctrl_c_saves_and_prints_how_to_resume(tmp_path: Path, differences: Call
     Run(tmp_path / "whole").create(recipe)
     Program(recipe, Run(tmp_path / "whole"), Place("cpu")).train()
     assert differences(outcome(tmp_path / "parts"), outcome(tmp_path / "whole")) == []
+
+
+def test_a_signal_while_a_line_is_written_asks_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python refuses to write from within a write, and the error would end the training without a checkpoint."""
+
+    class Line(io.StringIO):
+        def write(self, text: str) -> int:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name=1>")
+
+    display, before = TrainingDisplay(total_epochs=1), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(console, "file", Line())
+    with display.stoppable():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert display.stop_requested
+        assert signal.getsignal(signal.SIGTERM) == before

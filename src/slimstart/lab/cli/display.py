@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -90,9 +90,10 @@ class TrainingDisplay(Watcher):
 
         def ask(number: int, _: Any) -> None:
             self._stop = True
-            console.print("stopping after this step; once more to stop at once")
             for asked, handler in before.items():
                 signal.signal(asked, handler)
+            with suppress(RuntimeError):  # the signal may come while something is written, and that is not reentrant
+                console.print("stopping after this step; once more to stop at once")
 
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number in before:
