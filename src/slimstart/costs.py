@@ -165,6 +165,9 @@ class CostTable:
         return group.to(device), first.to(device)
 
 
+PARTS = ("constant", "layers", "products", "other multiply-adds", "parameters", "activations")  # of a time
+
+
 @dataclass(frozen=True)
 class LatencyTable:
     """Measured times of one network on one device; made by `slimstart.measure_latency`.
@@ -188,7 +191,7 @@ class LatencyTable:
     batch: str
     software: str
     dense_ms: float
-    parts: Mapping[str, float]
+    parts: Mapping[str, float] = field(hash=False)
     error: float
     num_networks: int
     version: int = 2

@@ -49,6 +49,7 @@ from slimstart.steps.eager import Backward, LossFunction, Stepping, check_finite
 from slimstart.steps.engine import assemble
 from slimstart.steps.final_mask import as_loss, choose_mask, first_batches
 from slimstart.steps.graphs import Steps
+from slimstart.steps.measuring import refuse_other_layers
 from slimstart.steps.optimizers import StepHooks, check_optimizers, fuse, unfuse
 from slimstart.steps.structure import Progress
 from slimstart.steps.unit_gradients import UnitGradients
@@ -68,7 +69,7 @@ class SparseTraining(Stepping):
         model: module whose forward can be traced; it may be in `DistributedDataParallel` or `torch.compile`.
         optimizer: optimizer of the model's parameters, or a list of optimizers that all step in an iteration.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
-        budget: `Channels`, `Params` or `Flops`, as a fraction of the dense model's; or a list, if several must hold.
+        budget: `Channels`, `Params`, `Flops` or `Latency`, a fraction of the dense model's; or a list of several.
         total_steps: number of steps of the whole training, which policies plan with.
         policy: method that learns the structure: "equal_worth" (widths, from the gradients of ordinary steps), "paper"
             (Algorithm 1), or an object with settings: `EqualWorth(...)`, `Paper(...)`, or one of your own
@@ -80,7 +81,7 @@ class SparseTraining(Stepping):
         max_grad_norm: maximum norm of all gradients together, to which `step` clips them.
         scaler: gradient scaler that `step` uses, for float16.
         pretrained: whether the model has been trained. By default it counts as pretrained if the optimizer has state,
-            a batch norm has counted batches, or the weights of another norm differ. A pretrained model keeps all its
+            a batch norm has running statistics, or the weights of another norm differ. A pretrained model keeps all its
             layers. In a new one, norms and means over channels shrink with them (`norms="shrink"` of
             `slimstart.trace`); and for policies that learn from gradients, weights are scaled to the fan-in of the
             narrow network, as if that had been initialised directly.
@@ -154,6 +155,7 @@ class SparseTraining(Stepping):
                 verified = without_verified(self.model, graph, first.removed, examples)
             if len(verified.layers) == len(graph.layers):
                 break
+            refuse_other_layers(budget, graph, verified)
             graph = verified
         gradients = None
         if self.policy.learns_from == "gradients":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,15 @@ from slimstart import (
     save_table,
     trace,
 )
-from slimstart.costs import CostTable, LatencyTable
+from slimstart.costs import PARTS, CostTable, LatencyTable
 from slimstart.graph import ChannelGraph
 from slimstart.lab import models
 from slimstart.narrow import compact
 from slimstart.policies import Paper
 from slimstart.policies.depth import layers_to_remove
 from slimstart.policies.latency import non_negative
+from tests.integration.test_training_without_layers import ReadsWeights
+from tests.layer_policy import Rounds
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 3])
@@ -212,7 +215,9 @@ def test_the_papers_policy_uses_the_estimate(table: LatencyTable, costs: CostTab
 
 
 WRONG = [("number", {"dense_ms": value}) for value in ("5", -1.0, float("nan"), float("inf"), None)]
-WRONG += [("part", {"parts": {"layers": value}}) for value in (-1, float("inf"), "few")]
+WRONG += [("number", {"dense_ms": value}) for value in (0, 1e30)]
+WRONG += [("part", {"parts": {**dict.fromkeys(PARTS, 0.1), "layers": value}}) for value in (-1, 1e30, "few")]
+WRONG += [("parts", {"parts": parts}) for parts in ({}, {"layers": 0.1}, dict.fromkeys((*PARTS, "more"), 0.1))]
 
 
 def test_a_table_is_kept_in_a_file(table: LatencyTable, tmp_path: Path) -> None:
@@ -243,6 +248,46 @@ def test_a_table_from_a_file_gets_its_timer_back(table: LatencyTable, tmp_path: 
         assert device.milliseconds(network) <= 0.5 * table.dense_ms
     with pytest.raises(BudgetError, match="`table` was measured on another network, or in another `mode`"):
         measure_latency(make(), IMAGES, "inference", table=saved)
+
+
+class ReadsNothing(ReadsWeights):
+    """The same layers, all of which can go."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_layers_that_cannot_go_are_named_for_both_sides() -> None:
+    """A table and a training count layers by their positions."""
+    x, device = torch.randn(4, 12), Device()
+    with pytest.raises(
+        BudgetError, match=r"give `keep=\['blocks\.1', 'blocks\.3', 'blocks\.5'\]` to `measure_latency`"
+    ):
+        measure_latency(ReadsWeights(), x)
+    for keep, refused in (((), r"give `keep=\['blocks\.1'\]`"), (("blocks.1", "blocks.3", "blocks.5"), None)):
+        measured_on = ReadsWeights() if keep else ReadsNothing()
+        own = measure_latency(measured_on, x, device, num_networks=20, repeats=1, clock=device.clock, keep=keep)
+        model = ReadsWeights()
+        with pytest.raises(BudgetError, match=refused) if refused else nullcontext():
+            SparseTraining(
+                model, torch.optim.SGD(model.parameters(), 0.1), x, Latency(0.9, own), policy=Rounds((0,)), keep=keep
+            )
+
+
+@pytest.mark.parametrize("share", [0.48, 0.75])
+def test_a_budget_that_is_never_met_is_reported(
+    table: LatencyTable, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    always = replace(table, timer=lambda mask, removed: share)
+    networks(always, Latency(0.5, always))
+    assert ("the network takes 1.50 times its budget" in caplog.text) == (share == 0.75)
+
+
+def test_a_budget_can_be_a_key(table: LatencyTable) -> None:
+    assert {Latency(0.5, table): 1}[Latency(0.5, table)] == 1
 
 
 class Two(nn.Module):

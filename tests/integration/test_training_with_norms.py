@@ -136,11 +136,33 @@ def test_norms_with_different_weights_are_a_sign_of_training(norm, what, caplog)
     assert SparseTraining(other, optimizer, inputs, Flops(0.9), pretrained=False).graph.norms == "shrink"
 
 
-def test_batch_norms_that_are_initialised_at_random_are_new():
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 4))
-    nn.init.normal_(model[1].weight, 1.0, 0.02)
+class NormedLinear(nn.Linear):
+    """A name with a norm in it, and a bias that is new with different values."""
+
+
+def convolutional(tracked=True):
+    norm = nn.BatchNorm2d(16, track_running_stats=tracked)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), norm, nn.ReLU(), nn.Flatten(), NormedLinear(576, 4))
+
+
+def norms_of(model):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert SparseTraining(model, optimizer, torch.randn(2, 3, 8, 8), Flops(0.5)).graph.norms == "shrink"
+    return SparseTraining(model, optimizer, torch.randn(2, 3, 8, 8), Flops(0.5)).graph.norms
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_batch_norms_that_are_initialised_at_random_are_new(tracked):
+    model = convolutional(tracked)
+    nn.init.normal_(model[1].weight, 1.0, 0.02)
+    assert norms_of(model) == "shrink"
+
+
+@pytest.mark.parametrize("name", ["num_batches_tracked", "running_mean", "running_var"])
+def test_batch_norms_with_statistics_are_a_sign_of_training(name):
+    """Old state dicts have no counter."""
+    model = convolutional()
+    getattr(model[1], name).add_(1)
+    assert norms_of(model) == "keep"
 
 
 def test_pretrained_networks_keep_the_widths_under_their_norms():

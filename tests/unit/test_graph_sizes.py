@@ -232,6 +232,10 @@ def heads_as_integer(m, x):
     return product(m, x) / int(m.heads)
 
 
+def heads_rounded(m, x):
+    return product(m, x) / round(m.heads)
+
+
 def heads_compared(m, x):
     return product(m, x) if m.heads == 4 else x
 
@@ -256,7 +260,7 @@ def of_a_constant(m, x):
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize(
-    "forward", [heads_as_number, heads_as_integer, heads_compared, literal, rounded, of_a_constant]
+    "forward", [heads_as_number, heads_as_integer, heads_rounded, heads_compared, literal, rounded, of_a_constant]
 )
 def test_layers_with_fixed_sizes_are_not_pruned_and_named(forward, coupling):
     torch.manual_seed(0)

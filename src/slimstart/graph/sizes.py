@@ -146,6 +146,11 @@ class Size(int):
     def __int__(self) -> int:
         return self._number()
 
+    __trunc__ = __floor__ = __ceil__ = __int__
+
+    def __round__(self, digits: int | None = None) -> int:  # type: ignore[override]
+        return round(self._number(), digits)
+
     def __float__(self) -> float:
         return float(self._number())
 

@@ -10,18 +10,23 @@ import copy
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from slimstart.graph import Selection
 from slimstart.graph.readers import LAYERS
 from slimstart.narrow.compact import compact
 
+AFFINE = {"weight", "bias"}
+_NEW_STATISTICS = {"num_batches_tracked": 0, "running_mean": 0, "running_var": 1}
+
 
 def sign_of_training(model: nn.Module, optimizers: Iterable[Optimizer]) -> str:
     """Why a model seems to have been trained, in words; empty for one that seems new.
 
-    Norms are new with the same weight for all channels. Batch norms may be initialised at random, and have a counter.
+    Norms are new with the same weight for all channels. Batch norms may be initialised at random; of these, the running
+    statistics are looked at.
     """
     if any(optimizer.state for optimizer in optimizers):
         return "the optimizer has state"
@@ -29,14 +34,17 @@ def sign_of_training(model: nn.Module, optimizers: Iterable[Optimizer]) -> str:
         tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
         if any(tensor.is_meta for tensor in tensors.values()):
             continue
-        if (count := tensors.get("num_batches_tracked")) is not None:
-            if bool(count > 0):
-                return f"the batch norm `{name}` has counted batches"
-        elif "norm" in type(module).__name__.lower():
-            affine = (tensors[own] for own in ("weight", "bias") if own in tensors and tensors[own].dim() == 1)
-            if any(bool((tensor != tensor[:1]).any()) for tensor in affine):
-                return f"the weights of the norm `{name}` differ"
+        if isinstance(module, _BatchNorm):
+            if any(own in tensors and bool((tensors[own] != new).any()) for own, new in _NEW_STATISTICS.items()):
+                return f"the batch norm `{name}` has statistics"
+        elif _is_norm(module) and any(bool((one != one[:1]).any()) for own, one in tensors.items() if own in AFFINE):
+            return f"the weights of the norm `{name}` differ"
     return ""
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return "norm" in type(module).__name__.lower() and isinstance(weight, Tensor) and weight.dim() == 1
 
 
 @torch.no_grad()

@@ -186,7 +186,10 @@ def without_verified(
     def check(gone: Sequence[RemovableLayer]) -> None:
         prove(model, graph.without(layer.name for layer in gone), example_inputs, gradients=False)
 
-    reasons = {layer.name: f"the network without it is not right: {error}" for layer, error in _failing(layers, check)}
+    reasons = {  # without the advice of `prove` to name layers in `keep`: it is followed here
+        layer.name: f"the network without it is not right: {str(error).partition('; name the layers')[0]}"
+        for layer, error in _failing(layers, check)
+    }
     for name, reason in reasons.items():
         logger.warning("%s cannot be removed: %s", name, reason)
     return graph.keeping(reasons)

@@ -212,9 +212,13 @@ class Budget(ABC):
             BudgetError: even the narrowest sub-network costs more; the message gives the feasible range.
         """
 
-    @abstractmethod
     def flops_share(self, costs: CostTable) -> float:
         """About the fraction of the FLOPs that a network within the budget has; 0 if the budget is infeasible."""
+        try:
+            self.bind(costs)
+        except BudgetError:
+            return 0.0
+        return self.smallest
 
     @abstractmethod
     def scaled(self, factor: float) -> Self:
@@ -235,13 +239,6 @@ class FractionBudget(Budget):
 
     @property
     def smallest(self) -> float:
-        return self.fraction
-
-    def flops_share(self, costs: CostTable) -> float:
-        try:
-            self.bind(costs)
-        except BudgetError:
-            return 0.0
         return self.fraction
 
     def scaled(self, factor: float) -> Self:

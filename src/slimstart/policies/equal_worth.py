@@ -281,7 +281,9 @@ class EqualWorthSearch:
             if LEAST <= taken <= 1:
                 break
             self._log_widths = self._fit(self._log_widths, frozen)
-        self._log_widths, self._mask = min(tried, key=lambda one: one[:2])[2:]
+        excess, _, self._log_widths, self._mask = min(tried, key=lambda one: one[:2])
+        if excess > 1:
+            logger.warning("the network takes %.2f times its budget; no better widths were found", excess)
 
     def _wide(self, preference: Tensor) -> Tensor:
         """The mask of the present widths, with the units of every group that have the highest preference (U,)."""

@@ -27,10 +27,10 @@ from slimstart.devices import cuda_devices, device_of
 from slimstart.errors import BudgetError
 from slimstart.graph import ChannelGraph, trace
 from slimstart.inputs import as_call
-from slimstart.narrow import compact
+from slimstart.narrow import compact, without_verified
 from slimstart.policies.base import check_count
-from slimstart.policies.budgets import Flops
-from slimstart.policies.latency import digest, features, table_of
+from slimstart.policies.budgets import Budget, Flops
+from slimstart.policies.latency import Latency, digest, features, table_of
 from slimstart.policies.widths import ALIGN, Fit
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ def measure_latency(
     prepare = MODES[mode](args, kwargs) if isinstance(mode, str) else mode
     name = mode if isinstance(mode, str) else getattr(mode, "__qualname__", type(mode).__name__)
     graph = trace(model, example_inputs, coupling, keep, norms=norms)
+    refuse_other_layers(None, graph, without_verified(model, graph, graph.layers, example_inputs))
     timer = Timer(copy.deepcopy(model), graph, prepare, repeats, clock)
     if table is not None:
         if (table.structure, table.mode) != (digest(graph.costs), name):
@@ -113,6 +114,21 @@ def measure_latency(
     )
     logger.info("%d networks in mode %s: estimates are within %.1f %%", num_networks, name, 100 * found.error)
     return found
+
+
+def refuse_other_layers(budget: Budget | None, graph: ChannelGraph, verified: ChannelGraph) -> None:
+    """Refuse layers that cannot be removed after all: a table and a training count layers by their positions.
+
+    Args:
+        budget: of the training; only budgets of time are concerned. None for a measurement.
+    """
+    parts = getattr(budget, "budgets", (budget,))
+    names = sorted({layer.name for layer in graph.layers} - {layer.name for layer in verified.layers})
+    if names and (budget is None or any(isinstance(part, Latency) for part in parts)):
+        raise BudgetError(
+            f"the network is not right without {', '.join(names)}: give `keep={names}` to `measure_latency` and to the "
+            "training, so that both count the same layers"
+        )
 
 
 class Timer:
