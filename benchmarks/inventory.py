@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import slimstart
 from slimstart.narrow import compact
-from slimstart.policies import get_policy
+from slimstart.policies import Policy, get_policy
 from slimstart.policies.base import removed_layers
 
 # Of cuBLAS, in KiB and pieces: 8 MiB for every thread on every stream. On an H200 PyTorch takes 32 MiB by default, for
@@ -58,7 +58,7 @@ class Peak(TorchDispatchMode):
 
 
 def inventory(
-    model: nn.Module, images: Tensor, budget: float, policy: str = "paper", total_steps: int | None = None
+    model: nn.Module, images: Tensor, budget: float, policy: str | Policy = "paper", total_steps: int | None = None
 ) -> dict[str, int]:
     """Bytes on the device by kind, with SGD and momentum; fragments that the allocator cannot use are not counted.
 

@@ -33,9 +33,16 @@ from torch import Tensor, nn
 
 import slimstart
 from slimstart.lab import models
-from slimstart.policies import EqualWorth, get_policy
+from slimstart.policies import EqualWorth, Policy, get_policy
 
 POLICIES = ("paper", "equal_worth")
+
+
+def settings_of(policy: str) -> Policy:
+    """The settings of a policy. All layers are kept: with few and wide ones the networks would be larger."""
+    return EqualWorth(depth=0, tilt=0) if policy == "equal_worth" else get_policy(policy)
+
+
 PARAMETERS = 20.03e6  # of VGG-19; they grow with the square of its width
 WARMING = 2  # windows
 
@@ -96,7 +103,7 @@ def measure(
         optimizer,
         images[:1],
         slimstart.Flops(args.budget),
-        policy=dataclasses.replace(get_policy(policy), resample_every=args.resample_every),
+        policy=dataclasses.replace(settings_of(policy), resample_every=args.resample_every),
         max_grad_norm=1.0,
         engine=args.engine,
         full_model_device=home,
@@ -245,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.device("meta"):
         shapes = models.build("vgg19", num_classes=10, width=width)
         images = torch.zeros(args.batch_size, 3, 32, 32)
-    known = {policy: inventory(shapes, images, args.budget, policy) for policy in policies}
+    known = {policy: inventory(shapes, images, args.budget, settings_of(policy)) for policy in policies}
     for policy, kinds in known.items():
         print(f"{policy}, known beforehand: {kinds}, {sum(kinds.values()) / 2**30:.2f} GiB", flush=True)
     rows = []

@@ -386,7 +386,7 @@ def hooks_of_pytorch(ranks: ProcessGroup) -> dict[str, Any]:
             net.register_comm_hook(power, powerSGD_hook)
         else:
             net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        policy = EqualWorth(resample_every=4, align=1)
+        policy = EqualWorth(resample_every=4, align=1, depth=0, tilt=0)
         sparse = SparseTraining(net, optimizer, EXAMPLE.float(), Flops(0.4), policy=policy, total_steps=100)
         found[name] = {"seen": [], "masks": []}
         for images, labels in batches(ranks, 14, even=True):

@@ -19,6 +19,8 @@ NETWORKS = {**ZOO, "with_dropout": Entry(partial(with_dropout, 10, 1), partial(t
 REFUSED = {  # by the layer that the error names; no layer reads it
     "non_local": "theta",
     "scaled_head": "attention.q",
+    "encoder_decoder": "transformer.decoder.layers.0.linear2",
+    "batched_experts": "attention.up",
     "mlp_mixer": "blocks.0.channel_mix.2",
     "gpt2_conv1d": "c_fc.weight",
     "functional_linear": "weight",

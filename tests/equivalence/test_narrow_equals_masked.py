@@ -164,6 +164,7 @@ def test_filters_groups_and_units_agree(name, coupling):
 NOT_IN_REFERENCE = {
     "position_constant": "ones are added in place of a bias that goes with its channel",
     "created_width": "ones are as wide as the channels, and go with them",
+    "batched_experts": "one product for all experts has no module that a hook could watch",
     "outer_product": "a product of two layers goes with the channels of one, and is not zero without them",
     "pad_channels": "padded zeros are not live, but always there",
     "where_branches": "a parameter of the model itself goes with channels",

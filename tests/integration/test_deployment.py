@@ -299,7 +299,7 @@ def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     pytest.importorskip("onnxruntime")
     from examples import deployment
 
-    deployment.main(["--width", "0.5", "--epochs", "1", "--batch-size", "150", "--out", str(tmp_path)])
+    deployment.main(["--width", "0.5", "--epochs", "2", "--batch-size", "150", "--out", str(tmp_path)])
     found = dict(re.findall(r"^(.+): (\S+) %$", capsys.readouterr().out, re.MULTILINE))
     assert len(found) == 6
     assert all(float(one) == pytest.approx(float(found["finished"]), abs=1.0) for one in found.values())

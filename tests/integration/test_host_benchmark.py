@@ -124,7 +124,7 @@ def test_the_networks_of_the_benchmark_fit_within_the_limit(policy: str) -> None
         model = models.build("vgg19", num_classes=10, width=benchmark.width_of(4 * limit))
         images = torch.zeros(16, 3, 32, 32)
     assert 8 * sum(p.numel() for p in model.parameters()) >= 4 * limit
-    assert sum(inventory(model, images, 0.05, policy).values()) < 0.7 * limit
+    assert sum(inventory(model, images, 0.05, benchmark.settings_of(policy)).values()) < 0.7 * limit
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ def _without_those_met_by_all(tracer: Tracer, followed: list[Tensor], dims: int,
     values = [tracer.activation(tensor) for tensor in followed]
     varying = [{d + dims - len(v.shape) for d in v.varies()} for v in values if v is not None]
     sizes = [v.nodes.numel() for v in values if v is not None]
-    main = varying[sizes.index(max(sizes))]
+    # The largest is followed; one that varies along the first dimension, which has examples or boxes, is only the last.
+    main = max(zip(varying, sizes, strict=True), key=lambda one: (0 not in one[0], one[1]))[0]
     disjoint = [not mine or not (additive or mine & main) for mine in varying]
     apart = [tensor for tensor, met in zip(followed, disjoint, strict=True) if met and main]
     tracer.keep_all(apart, "it is combined with every channel of another tensor")
