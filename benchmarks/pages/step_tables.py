@@ -26,11 +26,11 @@ def cpu(results: Results) -> str:
 
 
 def settled_cpu(results: Results) -> str:
-    """Times of the processor after the search, of `cpu_time.py`."""
+    """Times after the search, of `cpu_time.py`."""
     lines = [["network, batch size", "threads", "dense step, ms", "narrow, ms", "slimstart, ms", "against dense"]]
     lines[0] += ["against narrow", "dense inference, ms", "slimstart, ms", "dense in ONNX Runtime, ms", "slimstart, ms"]
     for row in results.benchmarks["cpu_time.json"]["rows"]:
-        ms, speed = row["cpu_ms"], row["cpu_speed"]
+        ms, speed = row["ms"], row["speed"]
         steps = [_milliseconds(ms[f"step: {side}"]) for side in ("dense", "plain", "slimstart")]
         sides = [f"{side}{where}" for where in ("", ", ONNX Runtime") for side in ("dense", "slimstart")]
         cells = [f"{model_title(row['network'])}, {row['batch']}", str(row["threads"]), *steps]
