@@ -1,7 +1,8 @@
 """slimstart trains neural networks at a budget from step one.
 
 - `SparseTraining` trains a model; `Flops`, `Params` and `Channels` are budgets, `EqualWorth` and `Paper` policies.
-- `Latency` is a budget of time, from a table that `measure_latency` measures on your device.
+- `Latency` is a budget of time, from a table that `measure_latency` measures on your device; `Memory` one of the bytes
+  that a training step keeps, which `measure_memory` counts.
 - `save` and `load` write and read finished networks; `shrink_to` fits a dense module to a narrow state dict.
 - `trace`, `verify`, `compact`, `recalibrate` and `flops` are parts of it for separate use; `register_rule` is for
   operations that `trace` does not know.
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
     from slimstart.policies import EqualWorth as EqualWorth
     from slimstart.policies import Flops as Flops
     from slimstart.policies import Latency as Latency
+    from slimstart.policies import Memory as Memory
     from slimstart.policies import Paper as Paper
     from slimstart.policies import Params as Params
     from slimstart.steps.measuring import measure_latency as measure_latency
+    from slimstart.steps.saved_bytes import measure_memory as measure_memory
     from slimstart.training import SparseTraining as SparseTraining
 
 try:
@@ -62,9 +65,10 @@ _NAMES_IN = {
     "io.latency_tables": ("load_table", "save_table"),
     "io.network_files": ("load", "save"),
     "graph": ("ChannelGraph", "Selection", "register_rule", "trace"),
-    "policies": ("Channels", "EqualWorth", "Flops", "Latency", "Paper", "Params"),
+    "policies": ("Channels", "EqualWorth", "Flops", "Latency", "Memory", "Paper", "Params"),
     "narrow": ("compact", "recalibrate", "shrink_to", "verify"),
     "steps.measuring": ("measure_latency",),
+    "steps.saved_bytes": ("measure_memory",),
     "training": ("SparseTraining",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}

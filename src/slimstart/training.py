@@ -69,7 +69,7 @@ class SparseTraining(Stepping):
         model: module whose forward can be traced; it may be in `DistributedDataParallel` or `torch.compile`.
         optimizer: optimizer of the model's parameters, or a list of optimizers that all step in an iteration.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
-        budget: `Channels`, `Params`, `Flops` or `Latency`, a fraction of the dense model's; or a list of several.
+        budget: `Channels`, `Params`, `Flops`, `Latency` or `Memory`, a fraction of the dense model's; or a list of several.
         total_steps: number of steps of the whole training, which policies plan with.
         policy: method that learns the structure: "equal_worth" (widths, from the gradients of ordinary steps), "paper"
             (Algorithm 1), or an object with settings: `EqualWorth(...)`, `Paper(...)`, or one of your own

@@ -11,8 +11,8 @@ Open `base.py` first: the contract between a training and a policy. There are tw
   keep-probabilities (`estimators.py`), which takes a step (`adam.py`) and is projected on the budget (`projection.py`).
 
 Both use `budgets.py`: the exact cost of a mask, and the expected cost of keep-probabilities in closed form
-(`expected_cost.py`, on index tensors of `ragged.py`); `latency.py` is a budget of time. `named.py` finds a policy by
-its name.
+(`expected_cost.py`, on index tensors of `ragged.py`); `latency.py` is a budget of time and `memory.py` one of bytes.
+`named.py` finds a policy by its name.
 """
 
 from slimstart.policies.base import DeviceLearner, GradientLearner, Learner, Padding, Policy
@@ -20,6 +20,7 @@ from slimstart.policies.budgets import BoundBudget, Budget, Channels, Flops, Fra
 from slimstart.policies.equal_worth import EqualWorth, EqualWorthSearch
 from slimstart.policies.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of, score
 from slimstart.policies.latency import Latency
+from slimstart.policies.memory import Memory
 from slimstart.policies.masks import cut, sample
 from slimstart.policies.named import POLICIES, get_policy
 from slimstart.policies.paper import SAMPLINGS, Paper, PaperSearch
@@ -42,6 +43,7 @@ __all__ = [
     "JointBudget",
     "Latency",
     "Learner",
+    "Memory",
     "Padding",
     "Paper",
     "PaperSearch",

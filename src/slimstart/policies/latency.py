@@ -32,9 +32,9 @@ from torch import Tensor
 
 from slimstart.costs import CostTable, LatencyTable, Polynomial, Term
 from slimstart.errors import BudgetError
-from slimstart.policies.budgets import BoundPolynomial, Flops, FractionBudget
+from slimstart.policies.budgets import BoundPolynomial, FractionBudget
 from slimstart.policies.expected_cost import ExpectedCost
-from slimstart.policies.widths import Fit
+from slimstart.policies.widths import flops_share
 
 FEMTOSECONDS = 10**12  # in a millisecond; coefficients are whole numbers, so that costs are exact
 FOLDS = 5  # parts of the measurements that are left out in turn
@@ -62,11 +62,7 @@ class Latency(FractionBudget):
         return BoundLatency(self, table)
 
     def flops_share(self, costs: CostTable) -> float:
-        try:
-            fit, flops = Fit(self.bind(costs), costs), Flops(1.0).bind(costs)
-        except BudgetError:
-            return 0.0
-        return flops.share(fit.masks(fit.shares().exp()))
+        return flops_share(self, costs)
 
 
 class BoundLatency(BoundPolynomial):

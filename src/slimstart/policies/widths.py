@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from slimstart.costs import CostTable
-from slimstart.policies.budgets import BoundBudget
+from slimstart.errors import BudgetError
+from slimstart.policies.budgets import BoundBudget, Budget, Flops
 from slimstart.policies.masks import places
 
 ALIGN = 8  # default; GPUs are slow at widths that are not multiples of it
@@ -90,6 +91,15 @@ class Fit:
 
     def _within(self, log_widths: Tensor) -> Tensor:
         return torch.minimum(log_widths.clamp(min=0), self.sizes.double().log())
+
+
+def flops_share(budget: Budget, costs: CostTable) -> float:
+    """The fraction of the FLOPs that a uniform network within a budget has; 0 if the budget is infeasible."""
+    try:
+        fit, flops = Fit(budget.bind(costs), costs), Flops(1.0).bind(costs)
+    except BudgetError:
+        return 0.0
+    return flops.share(fit.masks(fit.shares().exp()))
 
 
 def steps(sizes: Tensor, align: int) -> Tensor:

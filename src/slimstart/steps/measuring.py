@@ -31,6 +31,7 @@ from slimstart.narrow import compact, without_verified
 from slimstart.policies.base import check_count
 from slimstart.policies.budgets import Budget, Flops
 from slimstart.policies.latency import Latency, digest, features, table_of
+from slimstart.policies.memory import Memory
 from slimstart.policies.widths import ALIGN, Fit
 
 logger = logging.getLogger(__name__)
@@ -120,14 +121,14 @@ def refuse_other_layers(budget: Budget | None, graph: ChannelGraph, verified: Ch
     """Refuse layers that cannot be removed after all: a table and a training count layers by their positions.
 
     Args:
-        budget: of the training; only budgets of time are concerned. None for a measurement.
+        budget: of the training; only budgets with a table are concerned. None for a measurement.
     """
     parts = getattr(budget, "budgets", (budget,))
     names = sorted({layer.name for layer in graph.layers} - {layer.name for layer in verified.layers})
-    if names and (budget is None or any(isinstance(part, Latency) for part in parts)):
+    if names and (budget is None or any(isinstance(part, Latency | Memory) for part in parts)):
         raise BudgetError(
-            f"the network is not right without {', '.join(names)}: give `keep={names}` to `measure_latency` and to the "
-            "training, so that both count the same layers"
+            f"the network is not right without {', '.join(names)}: give `keep={names}` to `measure_latency` or "
+            "`measure_memory`, and to the training, so that both count the same layers"
         )
 
 

@@ -1,0 +1,183 @@
+"""Bytes that a training step keeps until the backward, counted on networks of the user's model, for `Memory` budgets.
+
+    table = measure_memory(model, images, optimizer_states=2)  # AdamW
+    sparse = SparseTraining(model, optimizer, images[:2], Memory(0.5, table), total_steps=steps)
+
+Autograd reports every tensor that it saves. Each storage counts once, in the module that saved it first; parameters
+and buffers are not counted, because the network has them anyway. One forward of the dense network, and one for each
+group with one unit left, give the coefficients. Then some random networks must have the bytes that these predict.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimstart.devices import cuda_devices
+from slimstart.errors import BudgetError
+from slimstart.graph import ChannelGraph, trace
+from slimstart.inputs import as_call
+from slimstart.narrow import compact, without_verified
+from slimstart.policies.budgets import Params
+from slimstart.policies.latency import digest
+from slimstart.policies.masks import places
+from slimstart.policies.memory import Memory, MemoryTable, SavedBytes
+from slimstart.steps.measuring import random_networks, refuse_other_layers
+
+CHECKED = 4  # random networks whose bytes are compared with the prediction
+NOT_LINEAR = (
+    "what the network saves for the backward is not linear in its numbers of channels, so `Memory` cannot count it "
+    'exactly: residual streams with coupling="filter" are not, and products over two channel dimensions; use '
+    '`coupling="stream"`, or `Flops` or `Params`'
+)
+
+Saved = Counter[int | None]  # bytes by the position of a removable layer; None for the rest of the network
+Count = Callable[..., Saved]
+
+
+def measure_memory(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    optimizer_states: int = 1,
+    coupling: str = "stream",
+    keep: Iterable[str] = (),
+    norms: str = "shrink",
+) -> MemoryTable:
+    """Count the bytes that training steps of narrow networks keep.
+
+    It takes a forward for each channel group. Call it under the same `torch.autocast` as the training.
+
+    Args:
+        model: the dense model; it is not changed.
+        example_inputs: as for `SparseTraining`, but of the batch size that counts.
+        optimizer_states: tensors of a parameter's size that the optimizer has: 1 for SGD with momentum, 2 for AdamW.
+        coupling: as in the training.
+        keep: as in the training.
+        norms: as in the training; "keep" for a pretrained model.
+
+    Raises:
+        BudgetError: the bytes are not linear in the numbers of channels, so that they cannot be predicted exactly.
+    """
+    if type(optimizer_states) is not int or optimizer_states < 0:
+        raise ValueError(f"`optimizer_states` is {optimizer_states!r}; it must be a whole number of at least 0")
+    precisions = {parameter.element_size() for parameter in model.parameters()}
+    if len(precisions) > 1:
+        raise BudgetError("`model` has parameters of several precisions, whose bytes cannot be counted together")
+    args, kwargs = as_call(example_inputs)
+    graph = trace(model, example_inputs, coupling, keep, norms=norms)
+    refuse_other_layers(None, graph, without_verified(model, graph, graph.layers, example_inputs))
+
+    def count(mask: Tensor, removed: Sequence[int] = ()) -> Saved:
+        shorter = graph.without(graph.layers[i].name for i in removed)
+        return saved_bytes(compact(model, shorter.select(mask)), graph, args, kwargs)
+
+    per_parameter = (2 + optimizer_states) * precisions.pop()
+    everything = torch.ones(graph.num_units, dtype=torch.bool)
+    saved, layers = _coefficients(graph, count)
+    table = MemoryTable(
+        structure=digest(graph.costs),
+        batch=", ".join(str(tuple(value.shape)) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)),
+        dense_bytes=count(everything).total() + per_parameter * int(Params(1.0).bind(graph.costs).dense),
+        per_parameter=per_parameter,
+        saved=saved,
+        layers=layers,
+    )
+    for mask, removed in random_networks(graph, CHECKED, seed=0):
+        costs = graph.costs.without(removed)
+        counted = count(mask, removed).total() + per_parameter * int(Params(1.0).bind(costs).cost(mask))
+        if Memory(1.0, table).bind(costs).cost(mask) != counted:
+            raise BudgetError(NOT_LINEAR)
+    return table
+
+
+def _coefficients(graph: ChannelGraph, count: Count) -> tuple[SavedBytes, list[SavedBytes]]:
+    """What the whole network saves, and each removable layer."""
+    everything = torch.ones(graph.num_units, dtype=torch.bool)
+    group = torch.unique(graph.costs.unit_group.cpu(), return_inverse=True)[1]
+    sizes = torch.bincount(group)
+    first = places(torch.zeros(graph.num_units), group) == 0
+    one_left = [everything & (first | (group != number)) for number in range(len(sizes))]
+    dense, narrow = count(everything), [count(mask) for mask in one_left]
+
+    def linear(whole: int, parts: Sequence[int]) -> SavedBytes:
+        """The function with this value at all units, and these values at one unit of each group."""
+        fewer = whole - torch.tensor(parts, dtype=torch.int64)
+        if (fewer % (sizes - 1).clamp(min=1)).any():
+            raise BudgetError(NOT_LINEAR)
+        of_units = fewer // (sizes - 1).clamp(min=1)
+        return SavedBytes(whole - int(of_units @ sizes), of_units.tolist())
+
+    def without(layer: int) -> SavedBytes:
+        """What the network saves less without a layer.
+
+        Mostly that is what the layer saves itself. But its input may be saved by the layer only, or its output by the
+        next one: this difference is proportional to the channels of its input or output.
+        """
+        own = linear(dense[layer], [one[layer] for one in narrow])
+        more = dense.total() - count(everything, (layer,)).total() - dense[layer]
+        for number in range(len(sizes)) if more else ():
+            if more % int(sizes[number]) == 0:
+                of_units = list(own.of_units)
+                of_units[number] += more // int(sizes[number])
+                lost = narrow[number].total() - count(one_left[number], (layer,)).total()
+                if lost == own.constant + sum(
+                    a * (1 if g == number else int(n)) for g, (a, n) in enumerate(zip(of_units, sizes, strict=True))
+                ):
+                    return SavedBytes(own.constant, of_units)
+        if more:
+            raise BudgetError(NOT_LINEAR)
+        return own
+
+    saved = linear(dense.total(), [one.total() for one in narrow])
+    return saved, [without(layer) for layer in range(len(graph.layers))]
+
+
+def saved_bytes(network: nn.Module, graph: ChannelGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saved:
+    """Bytes that a forward in training mode saves for the backward, by removable layer."""
+    network.train()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
+    seen: dict[int, Tensor] = {}  # by address; they are kept, so that no address is used twice
+    found: Counter[int | None] = Counter()
+    with _places(network, graph) as place:
+
+        def save(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own and storage.data_ptr() not in seen:
+                seen[storage.data_ptr()] = tensor
+                found[place[-1]] += storage.nbytes()
+            return tensor
+
+        with (
+            torch.random.fork_rng(devices=cuda_devices(network)),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        ):
+            output = network(*args, **kwargs)
+    del output
+    return found
+
+
+@contextmanager
+def _places(network: nn.Module, graph: ChannelGraph) -> Iterator[list[int | None]]:
+    """A stack whose last entry is the removable layer that runs, or None."""
+    stack: list[int | None] = [None]
+    with ExitStack() as hooks:
+        for number, layer in enumerate(graph.layers):
+            for name in layer.modules:
+                module = network.get_submodule(name)
+
+                def enter(module: nn.Module, args: Any, number: int = number) -> None:
+                    stack.append(number)
+
+                def leave(module: nn.Module, args: Any, output: Any) -> None:
+                    stack.pop()
+
+                hooks.callback(module.register_forward_pre_hook(enter).remove)
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield stack
