@@ -8,7 +8,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from slimstart import CheckpointError, EqualWorth, Flops, Paper, Params, SparseTraining, flops, load, save, shrink_to
+from slimstart import (
+    CheckpointError,
+    EqualWorth,
+    Flops,
+    Paper,
+    Params,
+    SparseTraining,
+    flops,
+    load,
+    save,
+    shrink_to,
+    trace,
+    verify,
+)
 from slimstart.lab import models
 from slimstart.policies.base import Padding
 from tests.layer_policy import Rounds, RoundsSearch
@@ -635,3 +648,34 @@ def test_layers_without_which_the_forward_fails_are_kept(caplog):
     model(x).square().sum().backward()
     optimizer.step()
     assert isinstance(sparse.finish().blocks[2], nn.Identity)
+
+
+class SharedActivation(nn.Module):
+    """One activation that writes in place after every convolution, as in the bottlenecks of torchvision."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 12, 3, padding=1), nn.Linear(12, 3)
+        self.second, self.third = (nn.Conv2d(12, 12, 3, padding=1) for _ in range(2))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.relu(self.first(x)).sigmoid()
+        x = self.relu(self.second(x))
+        return self.last(self.relu(self.third(x)).mean((2, 3)))
+
+
+def test_layers_without_which_the_backward_fails_are_kept(caplog):
+    """An identity before an activation in place lets it overwrite what `sigmoid` saves for its backward."""
+    torch.manual_seed(0)
+    model, x = SharedActivation(), torch.randn(4, 3, 8, 8)
+    assert [layer.name for layer in trace(model, x).layers] == ["second", "third"]
+    assert verify(model, x).max_error < 1e-10
+    assert "second cannot be removed: the network without it is not right: its backward fails" in caplog.text
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparse = SparseTraining(model, optimizer, x, Flops(0.02), total_steps=4, policy=EqualWorth(depth=5))
+    assert not sparse.graph.removed
+    assert "writes in place; use `inplace=False` there" in sparse.graph.not_removable["second"]
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()

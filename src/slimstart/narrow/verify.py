@@ -74,6 +74,7 @@ def verify(
         TraceError: a narrow network differs from the masked dense one.
     """
     graph = trace(model, example_inputs, coupling, keep, norms=norms)
+    graph = _without_untrainable(model, graph, graph.layers, example_inputs)
     return prove(model, graph, example_inputs, num_masks=num_masks, layers=graph.layers, seed=seed)
 
 
@@ -124,7 +125,12 @@ def prove(
                     raise TraceError(
                         f"the dense network itself fails on `example_inputs`: {type(reference).__name__}: {reference}"
                     ) from reference
-                continue  # batch statistics of a single value: nothing to compare
+                if isinstance(_run(copy.deepcopy(model), inputs, training, gradients), Exception):
+                    continue  # batch statistics of a single value: nothing to compare
+                raise TraceError(
+                    f"the masked dense network fails ({name}): {type(reference).__name__}: {reference}; name the "
+                    f"layers concerned in `keep`: {', '.join(gone) or 'none are removed'}"
+                ) from reference
             if any(bool(t.isnan().any()) for t in reference.outputs):
                 raise TraceError(
                     f"the dense network's output is NaN ({name}), so there is nothing to compare; try other "
@@ -186,9 +192,41 @@ def without_verified(
     def check(gone: Sequence[RemovableLayer]) -> None:
         prove(model, graph.without(layer.name for layer in gone), example_inputs, gradients=False)
 
+    graph = _without_untrainable(model, graph, layers, example_inputs)
+    kept = {layer.name for layer in graph.layers}
+    return _keeping(graph, _failing([layer for layer in layers if layer.name in kept], check))
+
+
+def _without_untrainable(
+    model: nn.Module, graph: ChannelGraph, layers: Sequence[RemovableLayer], example_inputs: Any
+) -> ChannelGraph:
+    """The graph, in which those of some layers cannot go without which a backward fails, with the reason.
+
+    The identity returns its input itself. If what follows writes in place, it may overwrite what the backward needs.
+    """
+    inputs = as_call(example_inputs)
+    everything = torch.ones(graph.num_units, dtype=torch.bool)
+
+    def check(gone: Sequence[RemovableLayer]) -> None:
+        network = compact(model, graph.without(layer.name for layer in gone).select(everything))
+        if isinstance(_run(network, inputs, training=True, gradients=False), Exception):
+            return  # a wrong graph, which the comparison finds
+        failure = _run(network, inputs, training=True, gradients=True)
+        if isinstance(failure, Exception):
+            reason = f"{type(failure).__name__}: {failure}"
+            if "modified by an inplace operation" in reason:
+                reason = "what follows it writes in place; use `inplace=False` there"
+            raise TraceError(f"its backward fails: {reason}") from failure
+
+    if not layers or isinstance(_run(copy.deepcopy(model), inputs, training=True, gradients=True), Exception):
+        return graph
+    return _keeping(graph, _failing(layers, check))
+
+
+def _keeping(graph: ChannelGraph, failed: Iterable[tuple[RemovableLayer, TraceError]]) -> ChannelGraph:
     reasons = {  # without the advice of `prove` to name layers in `keep`: it is followed here
         layer.name: f"the network without it is not right: {str(error).partition('; name the layers')[0]}"
-        for layer, error in _failing(layers, check)
+        for layer, error in failed
     }
     for name, reason in reasons.items():
         logger.warning("%s cannot be removed: %s", name, reason)
