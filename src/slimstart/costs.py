@@ -194,7 +194,7 @@ class LatencyTable:
     parts: Mapping[str, float] = field(hash=False)
     error: float
     num_networks: int
-    version: int = 2
+    version: int = 3
     timer: Callable[[Tensor, Sequence[int]], float] | None = field(default=None, repr=False, compare=False)
 
 

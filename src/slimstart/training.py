@@ -49,7 +49,6 @@ from slimstart.steps.eager import Backward, LossFunction, Stepping, check_finite
 from slimstart.steps.engine import assemble
 from slimstart.steps.final_mask import as_loss, choose_mask, first_batches
 from slimstart.steps.graphs import Steps
-from slimstart.steps.measuring import refuse_other_layers
 from slimstart.steps.optimizers import StepHooks, check_optimizers, fuse, unfuse
 from slimstart.steps.structure import Progress
 from slimstart.steps.unit_gradients import UnitGradients
@@ -69,7 +68,7 @@ class SparseTraining(Stepping):
         model: module whose forward can be traced; it may be in `DistributedDataParallel` or `torch.compile`.
         optimizer: optimizer of the model's parameters, or a list of optimizers that all step in an iteration.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments for the model.
-        budget: `Channels`, `Params`, `Flops`, `Latency` or `Memory`, a fraction of the dense model's; or a list of several.
+        budget: `Flops`, `Params`, `Channels`, `Latency` or `Memory`, a fraction of the dense model's; or several.
         total_steps: number of steps of the whole training, which policies plan with.
         policy: method that learns the structure: "equal_worth" (widths, from the gradients of ordinary steps), "paper"
             (Algorithm 1), or an object with settings: `EqualWorth(...)`, `Paper(...)`, or one of your own
@@ -145,6 +144,8 @@ class SparseTraining(Stepping):
         with uncompiled():
             norms = "keep" if pretrained else "shrink"
             graph = trace_verified(self.model, examples, coupling or self.policy.coupling, keep, norms)
+            if budget.has_table:
+                graph = without_verified(self.model, graph, graph.layers, examples)
         self._check_prunable(graph)
         while True:
             # A trained network would be another one without a layer.
@@ -155,7 +156,6 @@ class SparseTraining(Stepping):
                 verified = without_verified(self.model, graph, first.removed, examples)
             if len(verified.layers) == len(graph.layers):
                 break
-            refuse_other_layers(budget, graph, verified)
             graph = verified
         gradients = None
         if self.policy.learns_from == "gradients":

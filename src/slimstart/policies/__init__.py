@@ -20,8 +20,8 @@ from slimstart.policies.budgets import BoundBudget, Budget, Channels, Flops, Fra
 from slimstart.policies.equal_worth import EqualWorth, EqualWorthSearch
 from slimstart.policies.estimators import ESTIMATORS, Estimator, get_estimator, leave_one_out_of, score
 from slimstart.policies.latency import Latency
-from slimstart.policies.memory import Memory
 from slimstart.policies.masks import cut, sample
+from slimstart.policies.memory import Memory
 from slimstart.policies.named import POLICIES, get_policy
 from slimstart.policies.paper import SAMPLINGS, Paper, PaperSearch
 from slimstart.policies.projection import project, uniform_start

@@ -199,6 +199,11 @@ class Budget(ABC):
 
     @property
     @abstractmethod
+    def has_table(self) -> bool:
+        """Whether costs are from a table of measurements, which knows layers by their position among the removable."""
+
+    @property
+    @abstractmethod
     def smallest(self) -> float:
         """The fraction; of several budgets, the smallest one."""
 
@@ -232,6 +237,7 @@ class FractionBudget(Budget):
     fraction: float
 
     aim: ClassVar[float] = 1.0  # the part of the budget that is filled
+    has_table: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -258,6 +264,10 @@ class JointBudget(Budget):
         kinds = [type(budget).__name__ for budget in self.budgets]
         if repeated := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
             raise BudgetError(f"`budget` has several of {', '.join(repeated)}; give the smallest of a kind")
+
+    @property
+    def has_table(self) -> bool:
+        return any(budget.has_table for budget in self.budgets)
 
     @property
     def smallest(self) -> float:

@@ -52,6 +52,7 @@ class Latency(FractionBudget):
     table: LatencyTable = field(repr=False)
 
     aim: ClassVar[float] = 0.96  # measured times vary by a few percent
+    has_table: ClassVar[bool] = True
 
     @classmethod
     def of(cls, milliseconds: float, table: LatencyTable) -> Latency:
@@ -107,9 +108,10 @@ def polynomial_of(table: LatencyTable, costs: CostTable) -> Polynomial:
 
 
 def digest(costs: CostTable) -> str:
-    """What identifies the units of a network, with any number of examples."""
+    """What identifies the units and the removable layers of a network, with any number of examples."""
     costs = costs.whole or costs
-    return hashlib.sha256(repr((costs.unit_group.tolist(), costs.params)).encode()).hexdigest()
+    params = [costs.params, *(layer.params for layer in costs.layers)]
+    return hashlib.sha256(repr((costs.unit_group.tolist(), params)).encode()).hexdigest()
 
 
 def parts(costs: CostTable) -> dict[str, Part]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 
@@ -97,6 +98,8 @@ class Memory(FractionBudget):
     """
 
     table: MemoryTable = field(repr=False)
+
+    has_table: ClassVar[bool] = True
 
     @classmethod
     def of(cls, num_bytes: float, table: MemoryTable) -> Memory:

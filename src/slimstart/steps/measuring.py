@@ -29,9 +29,8 @@ from slimstart.graph import ChannelGraph, trace
 from slimstart.inputs import as_call
 from slimstart.narrow import compact, without_verified
 from slimstart.policies.base import check_count
-from slimstart.policies.budgets import Budget, Flops
-from slimstart.policies.latency import Latency, digest, features, table_of
-from slimstart.policies.memory import Memory
+from slimstart.policies.budgets import Flops
+from slimstart.policies.latency import digest, features, table_of
 from slimstart.policies.widths import ALIGN, Fit
 
 logger = logging.getLogger(__name__)
@@ -86,8 +85,7 @@ def measure_latency(
         raise ValueError(f"`mode` is {mode!r}; it must be one of {known}, or a function that prepares a network")
     prepare = MODES[mode](args, kwargs) if isinstance(mode, str) else mode
     name = mode if isinstance(mode, str) else getattr(mode, "__qualname__", type(mode).__name__)
-    graph = trace(model, example_inputs, coupling, keep, norms=norms)
-    refuse_other_layers(None, graph, without_verified(model, graph, graph.layers, example_inputs))
+    graph = traced(model, example_inputs, coupling, keep, norms)
     timer = Timer(copy.deepcopy(model), graph, prepare, repeats, clock)
     if table is not None:
         if (table.structure, table.mode) != (digest(graph.costs), name):
@@ -117,19 +115,12 @@ def measure_latency(
     return found
 
 
-def refuse_other_layers(budget: Budget | None, graph: ChannelGraph, verified: ChannelGraph) -> None:
-    """Refuse layers that cannot be removed after all: a table and a training count layers by their positions.
-
-    Args:
-        budget: of the training; only budgets with a table are concerned. None for a measurement.
-    """
-    parts = getattr(budget, "budgets", (budget,))
-    names = sorted({layer.name for layer in graph.layers} - {layer.name for layer in verified.layers})
-    if names and (budget is None or any(isinstance(part, Latency | Memory) for part in parts)):
-        raise BudgetError(
-            f"the network is not right without {', '.join(names)}: give `keep={names}` to `measure_latency` or "
-            "`measure_memory`, and to the training, so that both count the same layers"
-        )
+def traced(model: nn.Module, example_inputs: Any, coupling: str, keep: Iterable[str], norms: str) -> ChannelGraph:
+    """The graph of a table: without layers that turn out not to be removable, because a table counts the others."""
+    graph = trace(model, example_inputs, coupling, keep, norms=norms)
+    if graph.num_units == 0:
+        raise BudgetError("nothing in the model can shrink")
+    return without_verified(model, graph, graph.layers, example_inputs)
 
 
 class Timer:

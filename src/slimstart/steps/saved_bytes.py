@@ -20,19 +20,19 @@ from torch import Tensor, nn
 
 from slimstart.devices import cuda_devices
 from slimstart.errors import BudgetError
-from slimstart.graph import ChannelGraph, trace
+from slimstart.graph import ChannelGraph
 from slimstart.inputs import as_call
-from slimstart.narrow import compact, without_verified
+from slimstart.narrow import compact
 from slimstart.policies.budgets import Params
 from slimstart.policies.latency import digest
 from slimstart.policies.masks import places
 from slimstart.policies.memory import Memory, MemoryTable, SavedBytes
-from slimstart.steps.measuring import random_networks, refuse_other_layers
+from slimstart.steps.measuring import random_networks, traced
 
 CHECKED = 4  # random networks whose bytes are compared with the prediction
 NOT_LINEAR = (
     "what the network saves for the backward is not linear in its numbers of channels, so `Memory` cannot count it "
-    'exactly: residual streams with coupling="filter" are not, and products over two channel dimensions; use '
+    'exactly; residual streams with coupling="filter" are not: use '
     '`coupling="stream"`, or `Flops` or `Params`'
 )
 
@@ -70,8 +70,7 @@ def measure_memory(
     if len(precisions) > 1:
         raise BudgetError("`model` has parameters of several precisions, whose bytes cannot be counted together")
     args, kwargs = as_call(example_inputs)
-    graph = trace(model, example_inputs, coupling, keep, norms=norms)
-    refuse_other_layers(None, graph, without_verified(model, graph, graph.layers, example_inputs))
+    graph = traced(model, example_inputs, coupling, keep, norms)
 
     def count(mask: Tensor, removed: Sequence[int] = ()) -> Saved:
         shorter = graph.without(graph.layers[i].name for i in removed)
