@@ -71,6 +71,7 @@ class LayerCost:
         flops, params: the part of the table's polynomials that belongs to this layer.
         outputs: (n,) int64, units of its output channels that the input's channels replace while it is gone.
         inputs: (n,) int64, for each of them, the event of the input channel.
+        reach: the part of the table's `reach` that belongs to this layer.
     """
 
     unit_filters: Tensor
@@ -78,6 +79,7 @@ class LayerCost:
     params: Polynomial
     outputs: Tensor
     inputs: Tensor
+    reach: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class CostTable:
     params: Polynomial
     layers: tuple[LayerCost, ...] = ()  # that can go as a whole, in network order; no two share a term
     whole: CostTable | None = None  # of a table without some layers, the one with all of them
+    reach: float = 0.0  # sum of (kernel - 1) / (size of the input) over all convolutions: see `slimstart.policies.depth`
     _rule: dict[torch.device, tuple[Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -105,14 +108,16 @@ class CostTable:
         gone = [self.layers[i] for i in sorted(set(layers))]
         if not gone:
             return self
-        flops, params, filters = self.flops, self.params, self.unit_filters
+        flops, params, filters, reach = self.flops, self.params, self.unit_filters, self.reach
         for layer in gone:
-            flops, params = flops - layer.flops, params - layer.params
+            flops, params, reach = flops - layer.flops, params - layer.params, reach - layer.reach
             filters = filters - layer.unit_filters.to(filters.device)
         events = self._replaced_events(gone, alive=filters > 0)
         rest = tuple(layer for i, layer in enumerate(self.layers) if i not in set(layers))
         whole = self.whole or self
-        return replace(self, unit_filters=filters, events=events, flops=flops, params=params, layers=rest, whole=whole)
+        return replace(
+            self, unit_filters=filters, events=events, flops=flops, params=params, layers=rest, whole=whole, reach=reach
+        )
 
     def dense(self, polynomial: Polynomial) -> int:
         """The value of a polynomial with all channels."""

@@ -1,5 +1,6 @@
 """The rule for depth, and tilted widths at the start: by arithmetic on small networks."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -84,7 +85,7 @@ _GRAPHS: dict[tuple[int, ...], ChannelGraph] = {}
 
 def traced_convolutions(depths: tuple[int, ...]) -> ChannelGraph:
     if depths not in _GRAPHS:
-        _GRAPHS[depths] = graph_of(convolutions(*depths))
+        _GRAPHS[depths] = graph_of(convolutions(*depths), (3, 8, 8))  # of which few convolutions see all
     return _GRAPHS[depths]
 
 
@@ -325,3 +326,55 @@ def test_tilted_starts_fill_the_budget_without_some_layers(budget: Flops | Param
 def test_tilts_outside_of_their_range_are_refused(tilt: float) -> None:
     with pytest.raises(ValueError, match=r"it must be in \[-1, 1\], and 0 means equal fractions"):
         EqualWorth(tilt=tilt)
+
+
+# --- what the convolutions see ------------------------------------------------------------------------------------------
+
+
+def test_the_reach_of_convolutions() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 5, stride=2, padding=2),  # 4 of 32 pixels
+        nn.Conv2d(8, 8, 3, dilation=2, padding=2),  # 4 of 16
+        *(nn.Conv2d(8, 8, 1), nn.AvgPool2d(2)),
+        *(nn.Conv2d(8, 8, (1, 3), padding=(0, 1)), nn.ReLU()),  # 0 of 8 and 2 of 8
+        *(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 8, 1)),  # 2 of 8
+        *(nn.Flatten(), nn.Linear(512, 4)),
+    )
+    costs = graph_of(model, (3, 32, 32)).costs
+    assert costs.reach == 4 / 32 + 4 / 16 + (0 + 2 / 8) / 2 + 2 / 8
+    # Removable are the dilated one, the two 1 x 1 (the second with the depthwise one), and the one of 1 x 3.
+    assert [layer.reach for layer in costs.layers] == [4 / 16, 0, 1 / 8, 2 / 8]
+    assert costs.without((0, 3)).reach == pytest.approx(4 / 32 + 1 / 8)
+
+
+@pytest.mark.parametrize(
+    ("depths", "size", "remain"),
+    [
+        # 12 * 0.1 ** 0.6 * 0.536 = 1.6, so two layers (one in each of the first stages) would remain, with the stem.
+        ((4, 4, 4), 16, [1, 1, 1]),  # 2/16 * (1 + 1) + 2/8 + 2/4 = 1; without the last stage 0.5
+        ((4, 4, 4), 32, [2, 2, 2]),  # 2/32 * (1 + 2) + 2/16 * 2 + 2/8 * 2 = 0.94; with [2, 2, 1] 0.69
+        ((3, 3, 3, 3), 16, [1, 1, 1, 1]),  # nothing changes: the last stage sees it all
+    ],
+)
+def test_the_convolutions_that_remain_see_most_of_the_image(
+    depths: tuple[int, ...], size: int, remain: list[int]
+) -> None:
+    graph = graph_of(convolutions(*depths), (3, size, size))
+    removed = layers_to_remove(graph.costs, Flops(0.1), total_steps=1000)
+    assert [len(stage) for stage in per_stage(graph, depths, removed)] == remain
+    assert graph.costs.without(removed).reach >= 0.75
+
+
+def test_a_budget_that_many_layers_would_exceed_counts_more_than_what_they_see() -> None:
+    """The least feasible budget leaves the stem and one layer at every size of the feature map."""
+    graph = graph_of(convolutions(4, 4, 4), (3, 32, 32))
+    for share in (thousandth / 1000 for thousandth in range(1, 1000)):
+        with contextlib.suppress(BudgetError):
+            removed = layers_to_remove(graph.costs, Flops(share))
+            break
+    assert graph.costs.without(removed).reach < 0.75
+    assert [len(stage) for stage in per_stage(graph, (4, 4, 4), removed)] == [1, 1, 1]
+
+
+def test_linear_layers_have_no_reach() -> None:
+    assert trace(linear_layers(6), torch.zeros(2, 8)).costs.reach == 0

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from slimstart.costs import CostTable, Factor, LayerCost, Polynomial, Term
 from slimstart.graph.channels import ChannelGraph, ChannelGroup, Counter, Port, Slice
@@ -203,6 +204,7 @@ def _write_graph(
     position = {label: number for number, label in enumerate(labels)}
     unit_group = torch.tensor([position[groups[root]] for root in roots], dtype=torch.int64)
     removable_layers, not_removable = removable
+    reach = _reach(constraints, model)
     layer_costs = []
     for layer, ties in ((one.layer, one.ties) for one in removable_layers):
         own = [units[units >= 0] for name, units in filters.items() if layer.has(name)]
@@ -213,6 +215,7 @@ def _write_graph(
                 params=_polynomial(term for name, term in params.items() if layer.has(name)),
                 outputs=torch.tensor([unit_of[atom] for atom, _ in ties], dtype=torch.int64),
                 inputs=torch.tensor([tables.event(solver.exists(when)) for _, when in ties], dtype=torch.int64),
+                reach=sum(own for name, own in reach.items() if layer.has(name)),
             )
         )
     costs = CostTable(
@@ -223,6 +226,7 @@ def _write_graph(
         flops=_polynomial(term for term, _ in flops),
         params=_polynomial(params.values()),
         layers=tuple(layer_costs),
+        reach=sum(reach.values()),
     )
     channel_groups = []
     start = 0
@@ -253,6 +257,18 @@ def _write_graph(
             if len(dims) == 1 and name not in constraints.used_otherwise
         },
     )
+
+
+def _reach(constraints: Constraints, model: nn.Module) -> dict[str, float]:
+    """By how much each convolution widens what one output sees, as a fraction of the image."""
+    modules, found = dict(model.named_modules()), dict[str, float]()
+    for call in constraints.calls:
+        layer = modules[call.module]
+        if isinstance(layer, _ConvNd) and not layer.transposed and call.before is not None:
+            num_dims = len(layer.kernel_size)
+            parts = zip(layer.kernel_size, layer.dilation, call.before.shape[-num_dims:], strict=True)
+            found[call.module] = sum((k - 1) * d / size for k, d, size in parts) / num_dims
+    return found
 
 
 def _ports(tables: _Tables, found: dict[str, PortNodes]) -> dict[str, Port]:

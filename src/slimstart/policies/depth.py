@@ -14,6 +14,11 @@ the one at the size of the feature map at which most layers are left, such as a 
 residual stage; then the last one: layers on small feature maps add least. At every size of the feature map at least one
 layer with weights remains.
 
+The remaining convolutions see enough of the image. A k x k convolution with dilation d widens what one output depends on
+by (k - 1) d of its inputs, which are a fraction (k - 1) d / n of an image of n x n such inputs. The sum of these
+fractions remains at least 3/4, or half of the dense network's where that is less. It matters in networks of few stages:
+those with many see all of the image in any case, and to networks without such convolutions it does not apply.
+
 The constants are from networks of equal FLOPs, trained for 40 epochs of CIFAR-10, CIFAR-100 and Tiny ImageNet
 (`benchmarks/structures`).
 
@@ -34,6 +39,7 @@ from slimstart.policies.budgets import Budget
 GAMMA = 0.6
 LENGTH = 0.3  # lambda
 STEPS = 8000  # T_0
+SEEN = 0.75  # fraction of the image that convolutions see, or half of what they see in the dense network
 SHORT, LONG = 0.5, 2.0  # smallest and largest factor for the length: the rule is not extrapolated further
 
 
@@ -42,8 +48,8 @@ def layers_to_remove(
 ) -> tuple[int, ...]:
     """Positions in `costs.layers` of the layers that go.
 
-    That is the number of the rule, but enough layers remain to fill the budget, and more go if otherwise one unit per
-    group would exceed it.
+    That is the number of the rule, but enough layers remain to fill the budget and to see the image, and more go if
+    otherwise one unit per group would exceed it.
 
     Args:
         exponent: gamma; 0 keeps all layers. Of several budgets the smallest counts, and of a budget of time the FLOPs
@@ -67,6 +73,14 @@ def layers_to_remove(
         return len(costs.layers) - number <= round(most * share)
 
     number = bisect.bisect_left(range(len(order)), True, key=follows)
+    # Sums of floating-point numbers in another order differ in their last digits.
+    enough = min(SEEN, costs.reach / 2) - 1e-9
+    while (
+        number
+        and costs.without(order[:number]).reach < enough
+        and budget.flops_share(costs.without(order[: number - 1])) > 0
+    ):
+        number -= 1
     all_units = torch.ones(costs.num_units, dtype=torch.bool)
     while number and (bound := budget.bind(costs.without(order[:number]))).cost(all_units) < bound.limit:
         number -= 1
