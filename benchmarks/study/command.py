@@ -28,9 +28,9 @@ def variance(
     estimators: Annotated[
         str, typer.Option(help="Estimators; the first is compared with the others. NAME_plain has no preconditioner.")
     ] = "vr_pge,pge,pge_plain",
-    batches: Annotated[int, typer.Option(help="Random training batches.")] = 16,
-    draws: Annotated[int, typer.Option(help="Masks on each batch.")] = 64,
-    seed: Annotated[int, typer.Option(help="Random seed of batches and masks.")] = 0,
+    batches: Annotated[int, typer.Option(help="Random training batches.", min=3)] = 16,
+    draws: Annotated[int, typer.Option(help="Masks on each batch.", min=2)] = 64,
+    seed: Annotated[int, typer.Option(help="Random seed of batches and masks.", min=0)] = 0,
     model: Annotated[str | None, typer.Option(help="Your module:factory, if the run used one.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder or file of the data set.")] = None,
     device: Annotated[
@@ -46,7 +46,7 @@ def variance(
     from slimstart.lab.run.environment import Place
     from slimstart.lab.run.run_folder import Run
     from study import run as study
-    from study.settings import VarianceSettings
+    from study.variance import VarianceSettings
 
     names = split(estimators)
     settings = VarianceSettings(names, batches, draws, seed)
@@ -73,10 +73,10 @@ def flip(
     *,
     recipe: RecipeName = None,
     out: Annotated[Path, typer.Option(help="Folder for the run, record.json and flip.svg.")] = Path("flip"),
-    every: Annotated[int, typer.Option(help="Epochs between two measurements.")] = 10,
-    batches: Annotated[int, typer.Option(help="Random training batches; an even number.")] = 8,
-    draws: Annotated[int, typer.Option(help="Masks on each batch.")] = 16,
-    channels: Annotated[int, typer.Option(help="Random channels that are flipped in every mask.")] = 64,
+    every: Annotated[int, typer.Option(help="Epochs between two measurements.", min=1)] = 10,
+    batches: Annotated[int, typer.Option(help="Random training batches; an even number.", min=4)] = 8,
+    draws: Annotated[int, typer.Option(help="Masks on each batch.", min=2)] = 16,
+    channels: Annotated[int, typer.Option(help="Random channels that are flipped in every mask.", min=1)] = 64,
     **options: Any,
 ) -> None:
     """Train, and measure how much sampled networks differ, and how much one channel changes.
@@ -85,7 +85,7 @@ def flip(
     """
     from slimstart.lab.run.callbacks import Interrupted
     from study import run as study
-    from study.settings import FlipSettings
+    from study.flip import FlipSettings
 
     settings = FlipSettings(every, batches, draws, channels)
     asked = chosen(recipe, {"policy": "paper", **given(options)})
