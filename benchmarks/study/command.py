@@ -19,7 +19,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("variance", epilog="Example: run_study.py variance runs/resnet32-cifar10 --out variance")(variance)
     app.command(
         "flip", epilog="Example: run_study.py flip --model resnet32 --data cifar10 --budget flops=0.1 --out flip"
-    )(with_training_options(flip))
+    )(with_training_options(flip, without=("batch_norm",)))
 
 
 def variance(
