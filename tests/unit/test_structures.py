@@ -1,8 +1,6 @@
 """The table of structures: networks at equal FLOPs, the queue of runs, and the regret of rules on made-up records."""
 
-import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -129,45 +127,33 @@ def test_a_record_of_a_run(data_dir: Path) -> None:
     assert json.loads(json.dumps(record)) == record
 
 
-def test_runs_that_are_taken_or_too_long_are_left_out(data_dir: Path) -> None:
-    settings = argparse.Namespace(
-        out=data_dir / "out", data_dir=data_dir, device="cpu", precision=None, batch_size=8, workers=1
-    )
-    settings.out.mkdir()
-    taken, free, long = (Run("vgg", "11110-own", "cifar10", 0.018, epochs, 0) for epochs in (1, 2, 10**6))
-    (settings.out / f"{taken.name}.claim").touch()
-    threads = torch.get_num_threads()
-    try:
-        run.work([taken, free, long], settings, time.time() + 600)
-    finally:
-        torch.set_num_threads(threads)
-    assert [file.stem for file in settings.out.glob("*.json")] == [free.name]
-
-
-def test_a_failure_is_kept_and_raised(tmp_path: Path) -> None:
-    settings = argparse.Namespace(
-        out=tmp_path, data_dir=tmp_path, device="cpu", precision=None, batch_size=8, workers=1
-    )
-    one = Run("vgg", "11110-own", "cifar10", 0.018, 1)
-    with pytest.raises(Exception, match="cifar10 is not in"):
-        run.work([one], settings, time.time() + 600)
-    assert "cifar10 is not in" in (tmp_path / f"{one.name}.claim").read_text()
+def test_a_name_says_which_run_it_is() -> None:
+    runs = [one for part in run.queue() for one in part]
+    assert [Run.named(one.name) for one in runs] == runs
+    learned = Run("vgg", "22444-own", "cifar10", 0.018, 40, 2, tilt=0.15)
+    assert Run.named(learned.name) == learned
 
 
 @pytest.mark.slow
 def test_a_call_continues_where_the_last_one_ended(
     data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (Run("vgg", f"11110-{tilt}", "cifar10", 0.018, epochs=1) for tilt in ("own", "late"))
-    monkeypatch.setattr(run, "queue", lambda: [[first], [second]])
-    out = data_dir / "out"
-    command = ["--out", str(out), "--data-dir", str(data_dir), "--device", "cpu", "--batch-size", "16"]
-    assert run.main([*command, "--only", first.structure, "--workers", "1"]) == 0
-    content = (out / f"{first.name}.json").read_text()
-    assert run.main([*command, "--workers", "2"]) == 0
-    assert "1 of 1 missing runs are done; failed: none" in capsys.readouterr().out
-    assert (out / f"{first.name}.json").read_text() == content
-    assert {file.name for file in out.iterdir()} == {f"{one.name}.json" for one in (first, second)}
+    first, second, long = (
+        Run("vgg", f"11110-{tilt}", "cifar10", 0.018, epochs)
+        for tilt, epochs in (("own", 1), ("late", 1), ("even", 10**6))
+    )
+    monkeypatch.setattr(run, "queue", lambda: [[first], [second, long]])
+    out, records = data_dir / "out", data_dir / "records"
+    folders = ["--out", str(out), "--records", str(records), "--data-dir", str(data_dir)]
+    command = [*folders, "--device", "cpu", "--batch-size", "16", "--workers", "1"]
+    assert run.main([*command, "--only", first.structure]) == 0
+    content = (records / f"{first.name}.json").read_text()
+    assert run.main([*command, "--hours", "1"]) == 0  # the last one would not end in this time
+    assert "1 of 2 missing runs are done; failed: none" in capsys.readouterr().out
+    assert (records / f"{first.name}.json").read_text() == content
+    assert {file.name for file in records.iterdir()} == {f"{one.name}.json" for one in (first, second)}
+    assert run.main([*command, "--only", "even", "--data-dir", str(out)]) == 1
+    assert "cifar10 is not in" in (out / f"{long.name}.log").read_text()
 
 
 # --- regret ----------------------------------------------------------------------------------------------------------
