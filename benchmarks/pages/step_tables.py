@@ -1,4 +1,7 @@
-"""Tables of times, from the records of `run_paper_steps.py`, `cpu_time.py`, `latency.py` and `scaling.py`."""
+"""Tables of times, from the records of `run_paper_steps.py`, `cpu_time.py`, `latency.py` and `scaling.py`.
+
+Those of whole trainings are from runs that had the machine to themselves.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ from typing import Any
 
 import scaling as scaling_benchmark
 
-from pages.naming import model_title
+from pages.naming import data_title, model_title
 from pages.stored import Results
+from slimstart.lab.reports.rows import Row
 from slimstart.lab.reports.tables import MISSING, markdown_table
 
 GPU = ("bench-h200/vgg19-2048.json", "bench-h200/vgg19-256.json", "bench-h200/resnet32-256.json")
 GPU += ("bench-h200/wrn28_10-256.json",)
 CPU = ("bench-cpu/vgg19-64.json",)
 LATENCY = ("latency_cpu.json", "latency_cpu_training.json", "latency_cpu_training_vgg19.json")
+TIMED = ("-time", "-time-first-run")  # ends of the names of such experiments
+PAPER = "vgg19-cifar10-60"
 
 
 def gpu(results: Results) -> str:
@@ -99,3 +105,40 @@ def scaling(results: Results) -> str:
 
 def scaling_expected(results: Results) -> str:
     return "\n".join(scaling_benchmark.expected(results.benchmarks["scaling_cpu.json"]["rows"]))
+
+
+def _seconds(row: Row) -> str:
+    return f"{row.mean(lambda run: run.train_seconds):.1f}"
+
+
+def trainings(results: Results) -> str:
+    """A row for each experiment with runs `uniform` and `slimstart`."""
+    lines = [["network, FLOPs", "epochs", "uniform, s", "slimstart, s", "of it rebuilding, s", "runs", "hardware"]]
+    for experiment in sorted(results.experiments.values(), key=lambda one: one.name, reverse=True):
+        if experiment.is_archived or not experiment.name.endswith(TIMED):
+            continue
+        uniform, slimstart = experiment.rows["uniform"], experiment.rows["slimstart"]
+        first = slimstart.first
+        title = f"{model_title(first.model)}, {data_title(first.data)}, {100 * slimstart.flops:.0f} %"
+        title += ", first run on a machine" if experiment.name.endswith("first-run") else ""
+        building = slimstart.mean(lambda run: run.building_seconds)
+        cells = [title, str(first.epochs), _seconds(uniform), _seconds(slimstart), f"{building:.1f}"]
+        lines.append([*cells, str(len(slimstart.runs)), first.hardware])
+    return "\n".join(markdown_table(lines, ("network, FLOPs", "hardware")))
+
+
+def paper_trainings(results: Results) -> str:
+    """Accuracy, cost and time of the paper's algorithm, of the uniform network and of the dense one."""
+    texts = {
+        "dense": "dense",
+        "uniform": "uniform",
+        "paper-settled": "the paper's algorithm, structure fixed after half of the epochs",
+        "paper": "the paper's algorithm",
+    }
+    rows = results.experiments[PAPER].rows
+    lines = [["network", "accuracy, %", "FLOPs, %", "train cost saved", "step, ms", "training, s"]]
+    for label, text in texts.items():
+        run = rows[label].first
+        cells = [f"{run.accuracy:.2f}", f"{100 * run.flops_ratio:.1f}", f"{run.executed_saving:.2f}×"]
+        lines.append([text, *cells, f"{run.step_ms:.1f}", f"{run.train_seconds:.1f}"])
+    return "\n".join(markdown_table(lines, lines[0][:1]))

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import run_study
 import torch
 import typer
-from study import command
 from study import plot as study_plot
 from study import records as study_records
 from study import run as study
@@ -431,7 +431,7 @@ Slimstart = Callable[..., tuple[int, str]]
 @pytest.fixture
 def app() -> typer.Typer:
     found = typer.Typer()
-    command.add_to(found)
+    run_study.add_to(found)
     return found
 
 
