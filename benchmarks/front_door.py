@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import benchmark_record
 import torch
 import torch.nn.functional as F
+from paper_steps.turns import Turn, take_turns
 from torch import nn
 
-import slimstart
 from slimstart import EqualWorth, Flops, SparseTraining
 from slimstart.lab import models
 
@@ -32,20 +34,8 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tenso
     optimizer.step()
 
 
-def in_turns(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median time of each side in milliseconds."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 3):
-        for name in sorted(sides, reverse=number % 2 == 1):
-            began = time.perf_counter()
-            sides[name]()
-            if number >= 3:  # the first ones warm up
-                times[name].append(1e3 * (time.perf_counter() - began))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def settled_step(name: str, budget: float, batch: int, rounds: int) -> dict[str, Any]:
-    """A settled step in the user's loop, against the same loop on the plain narrow network."""
+    """Milliseconds of a settled step in the user's loop, and of the same loop on the plain narrow network."""
     torch.manual_seed(0)
     model = models.build(name, num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -56,14 +46,14 @@ def settled_step(name: str, budget: float, batch: int, rounds: int) -> dict[str,
         loop(model, optimizer, images, labels)
     plain = sparse.snapshot()
     own = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
-    times = in_turns(
-        {
-            "slimstart": lambda: loop(model, optimizer, images, labels),
-            "plain": lambda: loop(plain, own, images, labels),
-        },
-        rounds,
-    )
-    return {**times, "ratio": times["slimstart"] / times["plain"]}
+    sides = {
+        "slimstart": Turn(lambda: loop(model, optimizer, images, labels)),
+        "plain": Turn(lambda: loop(plain, own, images, labels)),
+    }
+    take_turns(sides, images.device, rounds=3, seconds=math.inf)  # the first ones warm up
+    found = take_turns(sides, images.device, rounds, seconds=math.inf)
+    times = {side: statistics.median(turns) for side, turns in found.items()}
+    return {"network": name, "budget": budget, **times, "ratio": times["slimstart"] / times["plain"]}
 
 
 def change(name: str, budget: float) -> dict[str, Any]:
@@ -83,30 +73,20 @@ def change(name: str, budget: float) -> dict[str, Any]:
         began = time.perf_counter()
         sparse.resample()
         seconds.append(time.perf_counter() - began)
-    return {"seconds": statistics.median(seconds), "stored_weights": before / dense}
+    return {"network": name, "seconds": statistics.median(seconds), "stored_weights": before / dense}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="write the record to this file")
+    parser.add_argument("--out", type=Path, help="write the record to this file")
     parser.add_argument("--rounds", type=int, default=60)
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    record = {
-        "torch": torch.__version__,
-        "slimstart": slimstart.__version__,
-        "device": "cpu, one thread",
-        "settled_step_ms": {
-            "vgg19, 10 % FLOPs, batch 16": settled_step("vgg19", 0.10, 16, arguments.rounds),
-            "resnet20, 30 % FLOPs, batch 16": settled_step("resnet20", 0.30, 16, arguments.rounds),
-        },
-        "change_of_structure": {"vgg19, 10 % FLOPs": change("vgg19", 0.10)},
-    }
-    print(json.dumps(record, indent=1))
-    if arguments.out:
-        with open(arguments.out, "w") as file:
-            json.dump(record, file, indent=1)
-            file.write("\n")
+    rows = [settled_step("vgg19", 0.10, 16, args.rounds), settled_step("resnet20", 0.30, 16, args.rounds)]
+    rows.append(change("vgg19", 0.10))
+    print(json.dumps(rows, indent=1))
+    if args.out:
+        benchmark_record.write(args.out, "front_door", rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pages import accuracy_figure, blocks, experiment_pages, markers, stored, structure_figure, study_pages, zoo_page
+from pages import blocks, experiment_pages, figures, markers, stored, study_pages, zoo_page
 from pages.compared import published
 from study import plot as study_plot
 
@@ -58,9 +58,9 @@ def outputs(root: Path) -> dict[Path, str]:
         found[pages / "studies.md"] = study_pages.studies(results)
     for place, study in results.studies.items():
         found[pages / study_pages.figure_name(place)] = study_plot.draw(study)
-    for theme in accuracy_figure.THEMES:
-        found[root / "docs" / "assets" / f"accuracy-{theme}.svg"] = accuracy_figure.draw(results, theme)
-        found[root / "docs" / "assets" / f"structures-{theme}.svg"] = structure_figure.draw(results, theme)
+    for theme in figures.THEMES:
+        found[root / "docs" / "assets" / f"accuracy-{theme}.svg"] = figures.accuracies(results, theme)
+        found[root / "docs" / "assets" / f"structures-{theme}.svg"] = figures.structures(results, theme)
     return found
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from benchmark_record import write
+from front_door import loop
 from torch import Tensor, nn
 
 from slimstart import compact, trace
@@ -30,10 +30,7 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=5e-4)
     model.train()
     for images, labels in batches:
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loop(model, optimizer, images, labels)
     return model
 
 

@@ -21,7 +21,6 @@ import gc
 import math
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -185,24 +184,13 @@ def row_of(
 
 
 def taken(device: torch.device) -> dict[str, Any]:
-    """Bytes of tensors on the device, their peak, and the peak that PyTorch had reserved.
-
-    And the largest tensors, those of one size together: {"bytes": of one, "count", "in_graphs"}.
-    """
+    """Bytes of tensors on the device, their peak, and the peak that PyTorch had reserved."""
     if device.type != "cuda":
         return {}
-    found = Counter(
-        (block["requested_size"], any(segment["segment_pool_id"]))
-        for segment in torch.cuda.memory_snapshot()
-        for block in segment["blocks"]
-        if block["state"] == "active_allocated"
-    )
-    most = sorted(found.items(), key=lambda one: -one[0][0] * one[1])[:20]
     return {
         "allocated_bytes": torch.cuda.memory_allocated(device),
         "peak_bytes": torch.cuda.max_memory_allocated(device),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "largest": [{"bytes": size, "count": count, "in_graphs": graphs} for (size, graphs), count in most],
     }
 
 

@@ -1,4 +1,4 @@
-"""Shared code of benchmarks that compare variants of one training: command line, runs, rows, record.
+"""Shared code of benchmarks that compare variants of one training: command line, runs, rows, record, tables.
 
 A variant is a training of the program with other settings, or with parts of slimstart replaced while it runs.
 Accuracy is that of a validation split by default, because settings are chosen by it. Finished runs in `--runs` are
@@ -11,18 +11,21 @@ import argparse
 import contextlib
 import dataclasses
 import re
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import benchmark_record
-import variant_tables
 
 from slimstart.lab.recipes.recipe import Recipe
-from slimstart.lab.reports.tables import markdown_table
+from slimstart.lab.reports.tables import MISSING, markdown_table
 from slimstart.lab.run.comparison import Trial, carry_out
 from slimstart.lab.run.environment import Place, find_device
+
+TEXTS = ("variant", "what is different")  # the columns that are no numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,41 @@ def run(name: str, change: Change, base: Recipe, folder: Path, place: Place) -> 
         "building_seconds": record.building_seconds,
         "widths": [layer.width for layer in record.layers],
     }
+
+
+def cells(
+    rows: list[dict[str, Any]], texts: dict[str, str], uniform: list[dict[str, Any]] | None = None
+) -> Iterator[list[str]]:
+    """Titles, and a line for each variant: means and spreads over seeds, by budget.
+
+    Args:
+        uniform: rows to compare with; by default those of the variant uniform.
+    """
+    uniform = [row for row in rows if row["variant"] == "uniform"] if uniform is None else uniform
+    budgets = sorted({row["budget"] for row in rows}, reverse=True)
+    yield [*TEXTS, *budgets, "seeds"]
+    found: defaultdict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if "accuracy" in row:
+            own = found[row["variant"], row["budget"]]
+            if row["seed"] in own:
+                raise ValueError(f"{row['variant']} at {row['budget']} has two rows of seed {row['seed']}")
+            own[row["seed"]] = row["accuracy"]
+
+    def cell(variant: str, budget: str) -> str:
+        values = list(found[variant, budget].values())
+        compared = [row["accuracy"] for row in uniform if row["budget"] == budget and "accuracy" in row]
+        if not values:
+            return MISSING
+        mean = statistics.mean(values)
+        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        better = f" ({mean - statistics.mean(compared):+.2f})" if compared and variant != "uniform" else ""
+        return f"{mean:.2f}{spread}{better.replace('-', '−')}"
+
+    first = ("uniform", "equal_worth")
+    for variant in sorted(dict.fromkeys(row["variant"] for row in rows), key=lambda name: name not in first):
+        seeds = dict.fromkeys(str(len(found[variant, budget])) for budget in budgets if found[variant, budget])
+        yield [variant, texts[variant], *(cell(variant, budget) for budget in budgets), ", ".join(seeds) or "0"]
 
 
 def main(
@@ -118,4 +156,4 @@ def main(
                 benchmark_record.write(
                     args.out, benchmark, rows, str(find_device(args.device)), texts=texts, **settings
                 )
-    print("\n".join(markdown_table(list(variant_tables.cells(rows, texts)), ())))
+    print("\n".join(markdown_table(list(cells(rows, texts)), ())))

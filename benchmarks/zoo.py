@@ -125,24 +125,13 @@ def several_heads(model: nn.Module, name: str) -> bool:
 
 
 def heads(model: nn.Module, graph: ChannelGraph, inputs: Any) -> Row:
-    """In how many attention layers of the narrowest network there are fewer heads, and why not in the others."""
+    """In how many attention layers of the narrowest network there are fewer heads."""
     dense = attentions(model, inputs)
     narrowest = graph.select(torch.zeros(graph.num_units, dtype=torch.bool))
     narrow = attentions(compact(model, narrowest), inputs)
     pairs = zip(dense, narrow, strict=True)
     layers = [(name, before, after) for (name, before), (_, after) in pairs if several_heads(model, name)]
-    whole = [name for name, before, after in layers if after == before]
-    found: Row = {"attention_layers": len(layers), "with_fewer_heads": len(layers) - len(whole)}
-    if whole:
-        near = [
-            reason
-            for layer in whole
-            for name, reason in graph.not_prunable.items()
-            if name.startswith(layer + ".") or name == layer
-        ]
-        reasons = Counter(near or list(graph.not_prunable.values()))
-        found["heads_reason"] = reasons.most_common(1)[0][0] if reasons else "no reason is given"
-    return found
+    return {"attention_layers": len(layers), "with_fewer_heads": sum(after < before for _, before, after in layers)}
 
 
 # --- what is tried ----------------------------------------------------------------------------------------------------

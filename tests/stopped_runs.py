@@ -1,5 +1,6 @@
 """The program, stopped at random points and resumed: it loses no checkpoint, and ends as if it had not been stopped."""
 
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -132,7 +133,7 @@ def run(folder: Path, policy: str, stop: Stop = UNDISTURBED) -> tuple[int, str, 
 
 def result(folder: Path) -> dict[str, Any]:
     """Everything that must not depend on where a run was stopped; the code may be committed in the meantime."""
-    found = records.read(folder).as_dict()
+    found = dataclasses.asdict(records.read(folder))
     for epoch in found["history"]:
         del epoch["seconds"], epoch["images_per_second"]
     for name in ("name", "started", "finished", "train_seconds", "peak_memory_bytes", "command", "commit"):

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pages import (
     accuracy,
     code_size,
+    experiment_pages,
     index,
     inline,
-    paper_rows,
     step_tables,
     structure_tables,
-    times,
     width_tables,
     zoo_page,
 )
@@ -25,9 +24,9 @@ from pages.stored import Results
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline": accuracy.headline,  # accuracy at equal FLOPs, short: the README's table
     "accuracy": accuracy.table,  # the same with front-heavy widths, FLOPs, and links to the experiments
-    "times": times.trainings,  # seconds that a whole training takes
-    "paper-rows": paper_rows.table,  # every row of the paper that was trained at its full length
-    "paper-times": times.paper,  # the paper's algorithm: accuracy, cost and time
+    "times": step_tables.trainings,  # seconds that a whole training takes
+    "paper-rows": experiment_pages.paper_rows,  # every row of the paper that was trained at its full length
+    "paper-times": step_tables.paper_trainings,  # the paper's algorithm: accuracy, cost and time
     "steps-gpu": step_tables.gpu,  # milliseconds of a step of the paper's algorithm, on a GPU and on a CPU
     "steps-cpu": step_tables.cpu,
     "cpu-time": step_tables.settled_cpu,  # steps and inference on a CPU after the search, and with ONNX Runtime

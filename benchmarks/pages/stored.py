@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paper_steps import records as step_records
-from paper_steps.records import Bench
 from study import records as study_records
 from study.records import Study
 
@@ -27,7 +25,7 @@ from slimstart.lab.reports.rows import Row
 ARCHIVE = "archive"
 STRUCTURES = "structures.jsonl"
 _LABEL = re.compile(r"(.+?)(-seed\d+(-again)?)?")
-_READERS = {module.SCHEMA.partition("/")[0]: module.read for module in (records, study_records, step_records)}
+_READERS = {module.SCHEMA.partition("/")[0]: module.read for module in (records, study_records)}
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class Results:
 
     experiments: Mapping[str, Experiment]
     studies: Mapping[str, Study]
-    benches: Mapping[str, Bench]
     benchmarks: Mapping[str, Mapping[str, Any]]  # of scripts in benchmarks/
     texts: Mapping[str, str]  # README.md of all folders
     structures: Sequence[Mapping[str, Any]] = ()  # of the table of structures, a run each
@@ -71,7 +68,7 @@ def read(folder: Path) -> Results:
         RecordError: a file claims a schema of ours and does not follow it.
     """
     runs: defaultdict[str, defaultdict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    studies, benches, benchmarks = {}, {}, {}
+    studies, benchmarks = {}, {}
     for file in sorted(folder.rglob("*.json")):
         place = file.relative_to(folder)
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -84,10 +81,8 @@ def read(folder: Path) -> Results:
             match = _LABEL.fullmatch(file.stem)
             assert match is not None  # `.+?` takes everything
             runs[place.parent.as_posix()][match[1]].append(record)
-        elif isinstance(record, Study):
-            studies[place.as_posix()] = record
         else:
-            benches[place.as_posix()] = record
+            studies[place.as_posix()] = record
     texts = {
         file.parent.relative_to(folder).as_posix(): file.read_text(encoding="utf-8")
         for file in folder.rglob("README.md")
@@ -98,7 +93,7 @@ def read(folder: Path) -> Results:
     }
     lines = folder / STRUCTURES
     structures = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
-    return Results(experiments, studies, benches, benchmarks, texts, structures)
+    return Results(experiments, studies, benchmarks, texts, structures)
 
 
 def _row(label: str, runs: list[Record]) -> Row:

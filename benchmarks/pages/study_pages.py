@@ -8,7 +8,7 @@ from typing import Any
 
 import ablation
 import profiles
-import variant_tables
+import variants as shared
 from study import tables as study_tables
 
 from pages.experiment_pages import GENERATED
@@ -73,7 +73,7 @@ def variants(results: Results, kind: str) -> str:
         lines += ["", f"## {model_title(model)}, {data_title(data)}, {epochs} epochs"]
         lines += ["", f"Accuracy on {images}, in percent; in brackets, the difference to uniform."]
         compared = [row for row in uniform.get(key, []) if row["variant"] == "uniform"]
-        lines += ["", *markdown_table(list(variant_tables.cells(rows, texts, compared)), variant_tables.TEXTS)]
+        lines += ["", *markdown_table(list(shared.cells(rows, texts, compared)), shared.TEXTS)]
     return "\n".join([*lines, "", BACK]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What `run_paper_steps.py` times: a plain network with every engine that could be its fastest, and steps in parts."""
+"""What `run_paper_steps.py` times: a plain network with every engine that could be its fastest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch.optim import SGD, Optimizer
 
 from slimstart.lab.run.evaluation import logits_of
 from slimstart.lab.run.make_method import Batch
-from slimstart.lab.run.step_times import Step, Stopwatch, plain_step, search_step
+from slimstart.lab.run.step_times import Stopwatch
 from slimstart.steps import PlainTraining
-from slimstart.training import SparseTraining
 
 logger = logging.getLogger(__name__)
 WARM_UP = 4  # steps, in which an engine does what it does once
@@ -47,11 +46,6 @@ class Work:
     @property
     def device(self) -> torch.device:
         return self.images.device
-
-    @property
-    def eager(self) -> Way:
-        """The way in which steps are timed part by part."""
-        return Way("eager", self.channels_last)
 
     def batch(self, channels_last: bool) -> Batch:
         return self.images.contiguous(memory_format=_format(channels_last)), self.labels
@@ -111,9 +105,6 @@ class Plain:
     def step(self) -> None:
         self.training.step(self._loss, *self._batch)
 
-    def step_in_parts(self, watch: Stopwatch) -> None:
-        plain_step(self.network, self.optimizer, self._loss, self._batch, watch)
-
 
 def every_way(network: nn.Module, work: Work, compiled: bool) -> dict[str, Plain]:
     """Trainings of the network in all ways that work here, by name; ways that do not work are logged."""
@@ -133,25 +124,6 @@ def every_way(network: nn.Module, work: Work, compiled: bool) -> dict[str, Plain
         else:
             found[way.name] = plain
     return found
-
-
-def search_in_parts(sparse: SparseTraining, work: Work) -> dict[str, Step]:
-    """Steps of the paper's policy in parts: the "first" one of a draw, with the draw, and a "held" one.
-
-    Args:
-        sparse: must not draw by itself.
-    """
-    batch = work.batch(work.channels_last)
-
-    def held(watch: Stopwatch) -> None:
-        search_step(sparse, work.loss, batch, watch)
-
-    def first(watch: Stopwatch) -> None:
-        sparse.resample()
-        watch.lap("other")
-        held(watch)
-
-    return {"first": first, "held": held}
 
 
 def warm_up(step: Callable[[], object], device: torch.device, num_steps: int) -> float:

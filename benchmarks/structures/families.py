@@ -20,7 +20,7 @@ from slimstart.costs import CostTable
 from slimstart.flop_counter import flops
 from slimstart.graph import trace
 from slimstart.lab.models.feed_forward import MOBILENET_V1, VGG19, Chain, mobilenet_v1, vgg19
-from slimstart.lab.models.layers import Stages, conv_bn_relu, initialised
+from slimstart.lab.models.layers import Stages, conv_bn_relu, factory
 from slimstart.lab.models.residual import RESNET32, resnet32
 from slimstart.lab.models.siblings import LATE
 from slimstart.policies import Flops
@@ -60,11 +60,6 @@ class MobileNetV2(Chain):
                 channels = outputs
         layers += conv_bn_relu(channels, 4 * channels, 1)
         super().__init__(layers, 4 * channels, num_classes)
-
-
-def mobilenet_v2(num_classes: int, in_channels: int, width: float = 1.0, stages: Stages = MOBILENET_V2) -> MobileNetV2:
-    """15 inverted residuals."""
-    return initialised(MobileNetV2(stages, num_classes, in_channels, width))
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ FAMILIES = {
         fixed="222-own",
     ),
     "inverted": Family(
-        make=mobilenet_v2,
+        make=factory(MobileNetV2, MOBILENET_V2),
         reference=MOBILENET_V2,
         kept=(0, 1, 1, 1, 1),
         budgets=(0.25,),

@@ -1,6 +1,6 @@
 """How much accuracy each rule for choosing a structure loses to the best structure of the table.
 
-    PYTHONPATH=src python benchmarks/structures/regret.py RECORDS [--out FILE.md] [--record FILE.json]
+    PYTHONPATH=src python benchmarks/structures/regret.py RECORDS --out results/structures_regret.json
 
 A setting is a family, a data set, a budget and a length of training. Its best structure is that of the highest
 accuracy on validation images. The regret of a rule is the difference on test images, in points, between that structure
@@ -22,7 +22,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import families
-import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1]))
 import benchmark_record
@@ -206,11 +205,11 @@ def _few(setting: Setting, table: Table) -> list[str]:
     return [name for name in families.FAMILIES[setting.family].candidates if name in table]
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- regrets ---------------------------------------------------------------------------------------------------------
 
 
 def rules(everything: Mapping[Setting, Table]) -> dict[str, Rule]:
-    """All rules, by the headings of their columns."""
+    """All rules, by name."""
     return {
         "deepest": deepest,
         "fixed": fixed,
@@ -220,18 +219,6 @@ def rules(everything: Mapping[Setting, Table]) -> dict[str, Rule]:
         **{f"loss after {epochs}": early(epochs) for epochs in EARLY},
         **{f"halving from {first:g}": halving(first) for first in FIRST_CUTS},
     }
-
-
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Spearman's; equal values share the mean of their ranks. NaN where all are equal."""
-
-    def ranks(values: Sequence[float]) -> np.ndarray:
-        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-        return (np.cumsum(count) - (count - 1) / 2)[place]
-
-    a, b = (ranks(values) - (len(values) + 1) / 2 for values in (x, y))
-    size = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / size if size else math.nan
 
 
 def regrets(everything: Mapping[Setting, Table]) -> list[dict[str, Any]]:
@@ -250,61 +237,19 @@ def regrets(everything: Mapping[Setting, Table]) -> list[dict[str, Any]]:
     return rows
 
 
-def regret_table(everything: Mapping[Setting, Table]) -> list[list[str]]:
-    """Rows: the settings; mean and largest regret; mean of what is trained in addition."""
-    found = regrets(everything)
-    rows = [["setting", "structures", "best on validation", "its test accuracy", *(row["rule"] for row in found)]]
-    for setting, table in everything.items():
-        top = best(table)
-        chosen = [row["choices"].get(str(setting)) for row in found]
-        cells = (f"{choice[1]:.1f} ({choice[0]})" if choice else "" for choice in chosen)
-        rows.append([str(setting), str(len(table)), top, f"{table[top].test:.1f}", *cells])
-    for label, key, shape in (
-        ("mean regret", "mean", "{:.2f}"),
-        ("largest regret", "largest", "{:.1f}"),
-        ("mean extra train cost", "extra", "{:.0%}"),
-    ):
-        rows.append([label, "", "", "", *(shape.format(row[key]) if key in row else "" for row in found)])
-    return rows
-
-
-def correlation_table(everything: Mapping[Setting, Table]) -> list[list[str]]:
-    """Rank correlations of (minus) the training loss with the final accuracy on validation images."""
-    rows = [["setting", *(f"loss after {epochs}" for epochs in EARLY), "at the end"]]
-    for setting, table in everything.items():
-        final = [entry.validation for entry in table.values()]
-        moments = [epochs if epochs < setting.epochs else None for epochs in EARLY] + [setting.epochs]
-        found = (m and rank_correlation([-entry.loss(m) for entry in table.values()], final) for m in moments)
-        rows.append([str(setting), *("" if one is None else f"{one:.2f}" for one in found)])
-    return rows
-
-
-def markdown(rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, help="folder of run.py, or one file with a record on each line")
-    parser.add_argument("--out", type=Path, help="write the tables to this file")
-    parser.add_argument("--record", type=Path, help="write regrets to this file, for the documents")
+    parser.add_argument("--out", type=Path, help="write the record to this file")
     args = parser.parse_args(arguments)
     files = sorted(args.records.glob("*.json")) if args.records.is_dir() else [args.records]
     everything = tables(json.loads(line) for file in files for line in file.read_text().splitlines())
-    text = "\n\n".join(
-        (
-            "Regret on test images in points, and the structure that was chosen:",
-            markdown(regret_table(everything)),
-            f"Exponent of the compound rule that fits all settings best: {fitted_exponent(everything)}.",
-            "Rank correlation with the final accuracy on validation images:",
-            markdown(correlation_table(everything)),
-        )
-    )
-    print(text)
+    rows = regrets(everything)
+    for row in rows:
+        print(json.dumps(row))
+    print(f"Exponent of the compound rule that fits all settings best: {fitted_exponent(everything)}.")
     if args.out:
-        args.out.write_text(text + "\n")
-    if args.record:
-        benchmark_record.write(args.record, "regret", regrets(everything), num_settings=len(everything))
+        benchmark_record.write(args.out, "regret", rows, num_settings=len(everything))
 
 
 if __name__ == "__main__":

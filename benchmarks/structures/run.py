@@ -1,9 +1,10 @@
 """Train the queue of structures on one device, several processes in parallel, and write one record for each run.
 
-    PYTHONPATH=src python benchmarks/structures/run.py --workers 10 --hours 0.16 --data-dir data --out FOLDER
+    PYTHONPATH=src python benchmarks/structures/run.py --workers 10 --hours 0.16 --data-dir data --out FOLDER \\
+        --records RECORDS
 
-Runs whose record is in the folder are not repeated, so the same command continues after an interruption. A process
-trains one network at a time. It starts no run that would not end in the time that is left.
+Runs that have a record are not repeated, so the same command continues after an interruption (`../training_queue.py`).
+No run is started that would not end in the time that is left.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import argparse
 import dataclasses
 import json
 import math
-import multiprocessing
-import re
+import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,9 @@ from typing import Any
 import families
 import torch
 from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+from training_queue import work_off
 
 from slimstart.errors import NonFiniteLossError
 from slimstart.flop_counter import flops
@@ -41,7 +43,7 @@ from slimstart.training import SparseTraining
 
 HELD_OUT = 10  # one training image of so many is held out, for the choice of structures
 DATA = ("cifar100", "cifar10", "tiny_imagenet16")
-RESTARTS = 10  # of processes that have failed
+OPTIONS = "Options of each training: --data-dir, --device, --precision (bfloat16 on a GPU), --batch-size (256)."
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,14 @@ class Run:
         tilt = next((float(part.removeprefix("learned")) for part in more if part.startswith("learned")), None)
         seed = int(more[-1]) if more and more[-1].isdigit() else 0
         return cls(family, structure, data, float(budget), int(epochs), seed, tilt)
+
+    @property
+    def lost(self) -> int:
+        """There are no checkpoints."""
+        return self.epochs
+
+    def command(self, out: Path, more: Sequence[str]) -> list[str]:
+        return [sys.executable, __file__, "--one", self.name, "--out", str(out), *more]
 
 
 def queue() -> list[list[Run]]:
@@ -172,82 +182,25 @@ def train(run: Run, arrays: ArraySet, device: torch.device, precision: str, batc
     }
 
 
-def work(runs: list[Run], args: argparse.Namespace, end: float) -> None:
-    """Take runs that no other process has taken, one after the other, until the time `end`."""
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--one", help="train the run of this name alone")
+    args, rest = parser.parse_known_args(arguments)
+    if args.one is None:
+        return work_off([run for part in queue() for run in part], f"{__doc__}\n{OPTIONS}", rest)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision")
+    parser.add_argument("--batch-size", type=int, default=256)
+    args, run = parser.parse_args(arguments), Run.named(args.one)
     torch.set_num_threads(1)
     device = environment.find_device(args.device)
     precision = args.precision or ("bfloat16" if device.type == "cuda" else "float32")
-    sets, slowest = dict[str, ArraySet](), 0.0
-    for run in runs:
-        if time.time() + run.epochs * slowest > end:
-            continue
-        claim = args.out / f"{run.name}.claim"
-        try:
-            claim.touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        try:
-            if run.data not in sets:
-                sets[run.data] = load(run.data, args.data_dir)
-            began = time.time()
-            record = train(run, sets[run.data], device, precision, args.batch_size)
-            slowest = max(slowest, (time.time() - began) / run.epochs)
-            record["workers"] = args.workers
-            atomic.write(args.out / f"{run.name}.json", (json.dumps(record) + "\n").encode())
-        except Exception:
-            claim.write_text(traceback.format_exc())
-            raise  # the state of the device is not known after an error: another process goes on
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--data-dir", type=Path, default=Path("data"))
-    parser.add_argument("--workers", type=int, default=10, help="processes in parallel")
-    parser.add_argument("--hours", type=float, default=24.0, help="all processes are ended after this time")
-    parser.add_argument("--only", default="", help="regular expression that the names of runs must match")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", help="bfloat16 on a GPU and float32 on a CPU by default")
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--runs", type=Path, help="file with the name of a run on each line, in place of the queue")
-    parser.add_argument("--list", action="store_true", help="print the runs that are missing, and train nothing")
-    args = parser.parse_args(arguments)
-    end = time.time() + 3600 * args.hours
-    args.out.mkdir(parents=True, exist_ok=True)
-    for claim in args.out.glob("*.claim"):  # of a call that was interrupted, or of a run that failed
-        claim.unlink()
-    every = [run for part in queue() for run in part]
-    if args.runs:
-        every = [Run.named(line) for line in args.runs.read_text().split()]
-    runs = [run for run in every if re.search(args.only, run.name)]
-    missing = [run for run in runs if not (args.out / f"{run.name}.json").exists()]
-    if args.list:
-        print("\n".join(run.name for run in missing))
-        return 0
-    context, restarts = multiprocessing.get_context("spawn"), 0
-
-    def started() -> Any:
-        process = context.Process(target=work, args=(missing, args, end), daemon=True)
-        process.start()
-        return process
-
-    processes = [started() for _ in range(min(args.workers, len(missing)))]
-    while time.time() < end and any(process.is_alive() for process in processes):
-        time.sleep(0.2)
-        for number, process in enumerate(processes):
-            if process.exitcode and restarts < RESTARTS:
-                processes[number], restarts = started(), restarts + 1
-    for process in processes:
-        process.terminate()
-        process.join()
-    claims = sorted(args.out.glob("*.claim"))
-    failed = [claim.stem for claim in claims if claim.stat().st_size]  # the error is in the file
-    for claim in claims:
-        if claim.stem not in failed:
-            claim.unlink()
-    done = sum((args.out / f"{run.name}.json").exists() for run in missing)
-    print(f"{done} of {len(missing)} missing runs are done; failed: {', '.join(failed) or 'none'}")
-    return 1 if failed else 0
+    record = train(run, load(run.data, args.data_dir), device, precision, args.batch_size)
+    (args.out / run.name).mkdir(parents=True, exist_ok=True)
+    atomic.write(args.out / run.name / "record.json", (json.dumps(record) + "\n").encode())
+    return 0
 
 
 if __name__ == "__main__":

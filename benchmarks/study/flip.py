@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,9 +22,18 @@ from slimstart.policies import sample
 from study.dispersion import flip_dispersion, largest, mean_and_error, pair_dispersion
 from study.losses import MaskedLosses, search_in, training_batches
 from study.records import FlipRow
-from study.settings import FlipSettings
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FlipSettings:
+    """Settings of `run_study.py flip`."""
+
+    every: int = 10  # epochs between two measurements
+    batches: int = 8  # an even number, at least 4
+    draws: int = 16  # masks on each batch
+    channels: int = 64  # each is flipped in every mask; all channels if there are fewer
 
 
 class FlipWatcher(Watcher):

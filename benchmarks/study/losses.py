@@ -12,9 +12,8 @@ from slimstart.devices import cuda_devices
 from slimstart.errors import ConfigError, NonFiniteLossError
 from slimstart.lab.run.make_method import Batch, Method, Search
 from slimstart.lab.run.program import Program
+from slimstart.narrow.compact import masked
 from slimstart.policies import PaperSearch
-from slimstart.steps.cuda_graph import Graphed
-from study.masked_network import MaskedNetwork
 
 
 def training_batches(program: Program, num_batches: int, seed: int = 0) -> Iterator[Batch]:
@@ -48,46 +47,24 @@ class MaskedLosses:
     """
 
     def __init__(self, search: Search) -> None:
-        sparse = search.sparse
-        self._loss_fn = search.loss_fn
-        self._network = MaskedNetwork(sparse.dense_copy(), sparse.graph)
-        self._device = next(sparse.model.parameters()).device
-        self._mask = torch.zeros(sparse.graph.num_units, dtype=torch.bool, device=self._device)
-        self._batch: list[Tensor] = []
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        # A forward of a small network takes a GPU less time than its launch takes the host.
-        self._forward = Graphed(self._run) if sparse.engine == "graphs" else self._run
+        self._loss_fn, self._graph, self._dense = search.loss_fn, search.sparse.graph, search.sparse.dense_copy()
 
     def __call__(self, masks: Tensor, batch: Batch, seed: int) -> Tensor:
         """The losses (n,), float64 on the CPU, of raw draws (n, U); the device is synchronised once, at the end.
 
         Args:
-            batch: all batches have one shape.
             seed: for random operations of the network.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite.
         """
-        if not self._batch:
-            self._batch = [tensor.clone() for tensor in batch]
-        for own, tensor in zip(self._batch, batch, strict=True):
-            own.copy_(tensor)
-        masks, found = masks.to(self._device), torch.empty(len(masks), dtype=torch.float64, device=self._device)
-        devices = cuda_devices(self._network.module)
-        # Not torch.manual_seed, which queues a call for a GPU that is not in use, every time.
-        generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            for number, mask in enumerate(masks):
-                for generator in generators:
-                    generator.manual_seed(seed)
-                self._mask.copy_(mask)
-                self._forward()
-                found[number] = self._loss
-        losses = found.cpu()
+        found = []
+        with torch.no_grad(), torch.random.fork_rng(cuda_devices(self._dense)):
+            for mask in masks:
+                network = masked(self._dense, self._graph.select(mask))
+                torch.manual_seed(seed)
+                found.append(self._loss_fn(network, *batch).double())
+        losses = torch.stack(found).cpu()
         if not bool(losses.isfinite().all()):
             raise NonFiniteLossError("a sampled network's loss is not finite; there is nothing to measure here")
         return losses
-
-    def _run(self) -> None:
-        self._network.set_(self._mask)
-        self._loss.copy_(self._loss_fn(self._network.module, *self._batch))

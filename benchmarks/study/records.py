@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from slimstart.lab.records import read_plain, write_plain
+from slimstart.lab import records
 
 SCHEMA = "slimstart.study/1"
 
@@ -72,15 +72,9 @@ class Study:
         return f"{self.config.get('model')} on {self.config.get('data')}"
 
 
-def write(study: Study, path: str | os.PathLike[str]) -> None:
-    """Write a record as JSON, atomically; `read` is the inverse."""
-    write_plain(study, path)
+write = records.write
 
 
 def read(path: str | os.PathLike[str]) -> Study:
-    """Read a record: a JSON file, or the folder of a study.
-
-    Raises:
-        RecordError: there is none, or it is not of this schema; the message says which field.
-    """
-    return read_plain(Study, path, SCHEMA, "a study")
+    """Read a record: a JSON file, or the folder of a study."""
+    return records.read_as(Study, path, SCHEMA, "a study")

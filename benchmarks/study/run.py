@@ -23,11 +23,10 @@ from slimstart.lab.run.program import Program
 from slimstart.lab.run.run_folder import Run
 from slimstart.policies import Paper, get_policy
 from study import records as study_records
-from study.flip import FlipWatcher
+from study.flip import FlipSettings, FlipWatcher
 from study.losses import search_in, training_batches
 from study.records import FlipRow, Study
-from study.settings import FlipSettings, VarianceSettings
-from study.variance import variance_rows
+from study.variance import VarianceSettings, variance_rows
 
 
 def variance(
@@ -60,7 +59,7 @@ def variance(
         raise ConfigError(f"{run.folder} holds no checkpoint; train with a smaller --checkpoint-seconds")
     program.resume()
     search_in(program.method)
-    _make(out)  # after everything that may be refused
+    out.mkdir(parents=True, exist_ok=True)  # after everything that may be refused
     batches = looked_on(training_batches(program, settings.batches, settings.seed))
     rows = variance_rows(program.method, batches, settings)
     study_records.write(_study(program, settings, started, variance=rows), file)
@@ -134,10 +133,3 @@ def _check(recipe: Recipe) -> None:
             f"`full_model_device` is {recipe.full_model_device!r}, but a study runs the dense network, masked, on the "
             "device; leave it out, or give a run that was trained without"
         )
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error}; choose another --out") from error

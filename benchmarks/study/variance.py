@@ -8,6 +8,7 @@ counted. Estimators share masks, losses and batches, so that their ratio is know
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,12 +20,22 @@ from slimstart.policies import get_estimator, sample
 from study.dispersion import jackknife_error, leave_one_out_variances, total_variance
 from study.losses import MaskedLosses, search_in
 from study.records import VarianceRow
-from study.settings import PLAIN, VarianceSettings
 
 RARE = 10  # masks
+PLAIN = "_plain"  # suffix of the name of an estimator: without the preconditioner, alpha = 0
 
 Part = tuple[str | None, Tensor]
 """A layer, and its units with s between 0 and 1; None means all layers."""
+
+
+@dataclass(frozen=True)
+class VarianceSettings:
+    """Settings of `run_study.py variance`; variances are divided by that of the first estimator."""
+
+    estimators: tuple[str, ...] = ("vr_pge", "pge", "pge_plain")
+    batches: int = 16  # at least 3
+    draws: int = 64  # masks on each batch
+    seed: int = 0  # of masks and batches
 
 
 def variance_rows(method: Method, batches: Iterable[Batch], settings: VarianceSettings) -> tuple[VarianceRow, ...]:

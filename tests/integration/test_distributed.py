@@ -1,5 +1,6 @@
 """Training in several processes: bit-identical, equal to one process, and lost processes end the others in time."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -393,7 +394,7 @@ def test_shares_make_up_the_batch() -> None:
 
 
 def outcome(record: records.Record) -> dict[str, Any]:
-    found = record.as_dict()
+    found = dataclasses.asdict(record)
     for epoch in found["history"]:
         del epoch["seconds"], epoch["images_per_second"]
     for name in ("name", "started", "finished", "train_seconds", "peak_memory_bytes", "command"):

@@ -117,7 +117,7 @@ def record(root: Path) -> Reader:
 
 def old_record(root: Path) -> Reader:
     path = root / "record.json"
-    path.write_text(json.dumps(make(epochs=3).as_dict()))
+    path.write_text(json.dumps(dataclasses.asdict(make(epochs=3))))
     return Reader(path, lambda: records.read(path), has_values=True)
 
 

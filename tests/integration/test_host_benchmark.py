@@ -96,26 +96,6 @@ def test_a_row_that_runs_out_of_memory_is_recorded(
         assert "equal_worth settles after 16 draws" in capsys.readouterr().err
 
 
-def test_the_largest_tensors_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def segment(graph: int, *sizes: int) -> dict[str, Any]:
-        blocks = [
-            {"requested_size": abs(size), "state": "active_allocated" if size > 0 else "inactive"} for size in sizes
-        ]
-        return {"segment_pool_id": (0, graph), "blocks": blocks}
-
-    segments = [segment(0, 100, 30, -500), segment(0, 30, 30), segment(1, 30, 200)]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    for name in ("memory_allocated", "max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: 420)
-    assert [tuple(one.values()) for one in benchmark.taken(torch.device("cuda"))["largest"]] == [
-        (200, 1, True),
-        (100, 1, False),
-        (30, 3, False),
-        (30, 1, True),
-    ]
-    assert benchmark.taken(torch.device("cpu")) == {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["paper", "equal_worth"])
 def test_the_networks_of_the_benchmark_fit_within_the_limit(policy: str) -> None:

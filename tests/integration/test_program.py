@@ -52,7 +52,7 @@ def started(folder: Path, recipe: Recipe = TINY, **kwargs: Any) -> Program:
 
 def outcome(folder: Path) -> tuple[dict[str, Any], bytes]:
     """Everything that must not depend on where a run was stopped."""
-    record = records.read(folder).as_dict()
+    record = dataclasses.asdict(records.read(folder))
     for epoch in record["history"]:
         del epoch["seconds"], epoch["images_per_second"]
     for name in ("name", "started", "finished", "train_seconds", "peak_memory_bytes", "command"):

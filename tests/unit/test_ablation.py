@@ -22,7 +22,7 @@ FIRST = {  # times the budget
 }
 SEARCHES = [
     *("frozen", "cost_blind", "any_unit", "clipped_behind", "fine_search", "steady", "redundant", "centred", "half"),
-    *("fourfold", *FIRST, "pull=0", "pull=1", "pull=2", "rate=0.25", "share=0.1", "rounds=4", "fine_search+pull=1"),
+    *("fourfold", *FIRST, "pull=0", "pull=1", "pull=2", "rate=0.25", "share=0.1", "fine_search+pull=1"),
 ]
 
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import make_results
 import pytest
 import torch
-from pages import accuracy, accuracy_figure, blocks, experiment_pages, inline, markers, paper_rows, stored
+from pages import accuracy, blocks, experiment_pages, figures, inline, markers, stored
 from pages.compared import published
 from study import records as study_records
 from study import tables as study_tables
@@ -142,8 +142,8 @@ def test_the_main_tables(tmp_path: Path) -> None:
 
 def test_the_figure_is_drawn_to_scale(tmp_path: Path) -> None:
     results = write(tmp_path, FILES)
-    for theme, colors in accuracy_figure.THEMES.items():
-        text = accuracy_figure.draw(results, theme)
+    for theme, colors in figures.THEMES.items():
+        text = figures.accuracies(results, theme)
         root = ElementTree.fromstring(text)
         circles = [(float(c.get("cx", 0)), c.get("fill")) for c in root.iter("{http://www.w3.org/2000/svg}circle")]
         (zero, _), (own, _) = circles[2:]  # after those of the legend
@@ -153,7 +153,7 @@ def test_the_figure_is_drawn_to_scale(tmp_path: Path) -> None:
         assert own - zero == pytest.approx(1.75 * (texts["+1"] - texts["0"]), abs=0.2)  # 92 against 90.25
         assert "90.2 → 92.0 %" in texts
     results = write(tmp_path, {"vgg/shallow.json": run("shallow", 91.0, 0.087)})
-    assert "best shallower network" in accuracy_figure.draw(results, "dark")
+    assert "best shallower network" in figures.accuracies(results, "dark")
 
 
 def test_few_seeds_other_labels_and_the_archive_are_not_in_the_main_tables(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_rows_of_the_paper_are_those_of_full_length(tmp_path: Path) -> None:
         "short/paper.json": run("slimstart", 88.0, 0.087, epochs=60),
         "archive/vgg/paper.json": run("slimstart", 91.0, 0.087),
     }
-    assert table(paper_rows.table(write(tmp_path, files))) == {
+    assert table(experiment_pages.paper_rows(write(tmp_path, files))) == {
         "[VGG-16, CIFAR-10](results/vgg.md)": {
             "network": "[VGG-16, CIFAR-10](results/vgg.md)",
             "method": "slimstart",
@@ -386,9 +386,9 @@ def test_variants_are_compared_with_uniform(tmp_path: Path) -> None:
     def add(name: str, seed: int, kind: str = "ablation", budget: str = "flops=0.1", **accuracies: float) -> None:
         rows = [{"variant": v, "budget": budget, "seed": seed, "accuracy": a} for v, a in accuracies.items()]
         if kind == "ablation":
-            rows.append({"variant": "random", "budget": budget, "seed": seed, "failure": "it failed"})
+            rows.append({"variant": "half", "budget": budget, "seed": seed, "failure": "it failed"})
         settings = {"model": "vgg19", "data": "cifar10", "epochs": 40, "validation": 5000}
-        texts = {"narrow": "by hand", "equal_worth": "as it is", "random": "by chance", "tried": f"a {kind}"}
+        texts = {"narrow": "by hand", "equal_worth": "as it is", "half": "by chance", "tried": f"a {kind}"}
         record = {"benchmark": kind, **settings, "texts": texts, "rows": rows}
         (tmp_path / "ablation").mkdir(exist_ok=True)
         (tmp_path / "ablation" / name).write_text(json.dumps(record))
@@ -403,7 +403,7 @@ def test_variants_are_compared_with_uniform(tmp_path: Path) -> None:
         "| uniform | uniform network: the same fraction of every group | 88.50 ± 0.71 | 2 |",  # as the script says now
         "| equal\\_worth | the default | 89.75 ± 0.35 (+1.25) | 2 |",
         "| tried | a ablation | 87.00 (−1.50) | 1 |",  # which the script does not know
-        "| random | random widths | – | 0 |",
+        "| half | redundancy counts half | – | 0 |",
     ]
     add("c.json", 0, "profiles", tried=88.7)
     assert rows("profiles") == ["| tried | a profiles | 88.70 (+0.20) | 1 |"]

@@ -17,7 +17,7 @@ from slimstart.lab import records
 from tests.records import make
 
 RECORD = make(epochs=5)
-PLAIN = json.loads(json.dumps(RECORD.as_dict()))
+PLAIN = json.loads(json.dumps(dataclasses.asdict(RECORD)))
 
 
 def written(content: Any, folder: Path) -> Path:

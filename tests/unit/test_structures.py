@@ -1,8 +1,6 @@
 """The table of structures: networks at equal FLOPs, the queue of runs, and the regret of rules on made-up records."""
 
-import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -129,45 +127,33 @@ def test_a_record_of_a_run(data_dir: Path) -> None:
     assert json.loads(json.dumps(record)) == record
 
 
-def test_runs_that_are_taken_or_too_long_are_left_out(data_dir: Path) -> None:
-    settings = argparse.Namespace(
-        out=data_dir / "out", data_dir=data_dir, device="cpu", precision=None, batch_size=8, workers=1
-    )
-    settings.out.mkdir()
-    taken, free, long = (Run("vgg", "11110-own", "cifar10", 0.018, epochs, 0) for epochs in (1, 2, 10**6))
-    (settings.out / f"{taken.name}.claim").touch()
-    threads = torch.get_num_threads()
-    try:
-        run.work([taken, free, long], settings, time.time() + 600)
-    finally:
-        torch.set_num_threads(threads)
-    assert [file.stem for file in settings.out.glob("*.json")] == [free.name]
-
-
-def test_a_failure_is_kept_and_raised(tmp_path: Path) -> None:
-    settings = argparse.Namespace(
-        out=tmp_path, data_dir=tmp_path, device="cpu", precision=None, batch_size=8, workers=1
-    )
-    one = Run("vgg", "11110-own", "cifar10", 0.018, 1)
-    with pytest.raises(Exception, match="cifar10 is not in"):
-        run.work([one], settings, time.time() + 600)
-    assert "cifar10 is not in" in (tmp_path / f"{one.name}.claim").read_text()
+def test_a_name_says_which_run_it_is() -> None:
+    runs = [one for part in run.queue() for one in part]
+    assert [Run.named(one.name) for one in runs] == runs
+    learned = Run("vgg", "22444-own", "cifar10", 0.018, 40, 2, tilt=0.15)
+    assert Run.named(learned.name) == learned
 
 
 @pytest.mark.slow
 def test_a_call_continues_where_the_last_one_ended(
     data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (Run("vgg", f"11110-{tilt}", "cifar10", 0.018, epochs=1) for tilt in ("own", "late"))
-    monkeypatch.setattr(run, "queue", lambda: [[first], [second]])
-    out = data_dir / "out"
-    command = ["--out", str(out), "--data-dir", str(data_dir), "--device", "cpu", "--batch-size", "16"]
-    assert run.main([*command, "--only", first.structure, "--workers", "1"]) == 0
-    content = (out / f"{first.name}.json").read_text()
-    assert run.main([*command, "--workers", "2"]) == 0
-    assert "1 of 1 missing runs are done; failed: none" in capsys.readouterr().out
-    assert (out / f"{first.name}.json").read_text() == content
-    assert {file.name for file in out.iterdir()} == {f"{one.name}.json" for one in (first, second)}
+    first, second, long = (
+        Run("vgg", f"11110-{tilt}", "cifar10", 0.018, epochs)
+        for tilt, epochs in (("own", 1), ("late", 1), ("even", 10**6))
+    )
+    monkeypatch.setattr(run, "queue", lambda: [[first], [second, long]])
+    out, records = data_dir / "out", data_dir / "records"
+    folders = ["--out", str(out), "--records", str(records), "--data-dir", str(data_dir)]
+    command = [*folders, "--device", "cpu", "--batch-size", "16", "--workers", "1"]
+    assert run.main([*command, "--only", first.structure]) == 0
+    content = (records / f"{first.name}.json").read_text()
+    assert run.main([*command, "--hours", "1"]) == 0  # the last one would not end in this time
+    assert "1 of 2 missing runs are done; failed: none" in capsys.readouterr().out
+    assert (records / f"{first.name}.json").read_text() == content
+    assert {file.name for file in records.iterdir()} == {f"{one.name}.json" for one in (first, second)}
+    assert run.main([*command, "--only", "even", "--data-dir", str(out)]) == 1
+    assert "cifar10 is not in" in (out / f"{long.name}.log").read_text()
 
 
 # --- regret ----------------------------------------------------------------------------------------------------------
@@ -255,38 +241,19 @@ def test_the_exponent_is_fitted_to_other_data_and_other_families(monkeypatch: py
     assert regret.fitted_exponent({VGG: everything[VGG]}, left_out=VGG) is None
 
 
-def test_rank_correlation() -> None:
-    assert regret.rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
-    assert regret.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    # Ranks 1, 2, 3, 4 and 2, 1, 4, 3: squared differences 1 + 1 + 1 + 1, and 1 - 6 * 4 / (4 * 15) = 0.6.
-    assert regret.rank_correlation([1, 2, 3, 4], [6, 5, 8, 7]) == pytest.approx(0.6)
-    # Ranks 1.5, 1.5, 3 and 1, 2, 3, less their mean 2: 1.5 / sqrt(1.5 * 2).
-    assert regret.rank_correlation([7, 7, 9], [1, 2, 3]) == pytest.approx(1.5 / 3**0.5)
-
-
-def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, one in enumerate(RECORDS):
         (tmp_path / f"{number}.json").write_text(json.dumps(one))
-    regret.main([str(tmp_path), "--out", str(tmp_path / "tables.md")])
-    text = (tmp_path / "tables.md").read_text()
-    assert text == capsys.readouterr().out
+    regret.main([str(tmp_path)])
+    text = capsys.readouterr().out
     (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
-    regret.main([str(tmp_path / "all.jsonl")])
+    regret.main([str(tmp_path / "all.jsonl"), "--out", str(tmp_path / "record.json")])
     assert text == capsys.readouterr().out
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    headings, values = lines[0], dict(zip(lines[0], lines[2], strict=True))
-    assert values["best on validation"] == "11222-own"
-    assert values["its test accuracy"] == "90.0"
-    assert values["deepest"] == "1.5 (22444-own)"  # 90.0 - 88.5
-    assert values["fixed"] == "1.0 (22222-own)"  # 90.0 - 89.0
-    assert values["loss after 1"] == "0.5 (11111-front)"  # 90.0 - 89.5
-    assert values["loss after 2"] == "0.0 (11222-own)"
-    assert values["compound"] == ""  # there is no other family
-    costs = dict(zip(headings, lines[5], strict=True))
-    assert (costs["setting"], costs["shallow"], costs["halving from 1"]) == ("mean extra train cost", "300%", "10%")
-    correlations = dict(zip(lines[6], lines[8], strict=True))
-    # Accuracies 88, 90, 91, 89, 90.5 have the ranks 1, 3, 5, 2, 4. Losses after 2 epochs, 1.9, 1.5, 1.2, 1.6, 1.4, have
-    # the ranks 1, 3, 5, 2, 4, from the largest on.
-    assert correlations["loss after 2"] == "1.00"
-    # Losses after 1 epoch have the ranks 1, 3, 2, 4, 5: 1 - 6 * (0 + 0 + 9 + 4 + 1) / (5 * 24) = 0.3.
-    assert correlations["loss after 1"] == "0.30"
+    rows = {row["rule"]: row for row in json.loads((tmp_path / "record.json").read_text())["rows"]}
+    choices = {rule: row["choices"].get(str(VGG)) for rule, row in rows.items()}
+    assert choices["deepest"] == ["22444-own", 1.5]  # 90.0 - 88.5
+    assert choices["fixed"] == ["22222-own", 1.0]  # 90.0 - 89.0
+    assert choices["loss after 1"] == ["11111-front", 0.5]  # 90.0 - 89.5
+    assert choices["loss after 2"] == ["11222-own", 0.0]
+    assert choices["compound"] is None  # there is no other family
+    assert (rows["shallow"]["extra"], rows["halving from 1"]["extra"]) == (3, 0.1)

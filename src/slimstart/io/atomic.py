@@ -149,7 +149,7 @@ def turn(path: Path) -> Iterator[None]:
     """Wait until no other process or thread is in this block for the same folder."""
     with Folder(path) as folder:
         if folder.handle is not None:
-            _lock(folder.handle, wait=True)
+            lock(folder.handle, wait=True)
         yield
 
 
@@ -158,7 +158,7 @@ def remove_partials(folder: Folder, name: str) -> None:
     partial = re.compile(f"(?:{name}){_PARTIAL}")
     for found in filter(partial.fullmatch, folder.names()):
         with contextlib.suppress(OSError), folder.open(found, os.O_RDWR, "rb+") as file:
-            if _lock(file.fileno(), wait=False):  # otherwise it is being written
+            if lock(file.fileno(), wait=False):  # otherwise it is being written
                 folder.remove(found)
 
 
@@ -191,16 +191,20 @@ def _new_file(folder: Folder, name: str) -> tuple[str, BinaryIO]:
     while True:
         partial = f"{name}.{secrets.token_hex(8)}.partial"
         file = folder.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
-        _lock(file.fileno(), wait=True)
+        lock(file.fileno(), wait=True)
         if os.fstat(file.fileno()).st_nlink:
             return partial, file
         file.close()  # another process took it for one that was left, before it was locked
 
 
-def _lock(handle: int, wait: bool) -> bool:
-    """Whether this process has the lock of a file now; there may be file systems without locks."""
+def lock(handle: int, wait: bool, without: bool = False) -> bool:
+    """Lock a file; whether this process has the lock now. There may be file systems without locks.
+
+    Args:
+        without: the answer on Windows, where nothing is locked.
+    """
     if fcntl is None:
-        return False
+        return without
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:

@@ -175,9 +175,6 @@ class Record:
         for problem in itertools.chain(_out_of_range(self, ""), _contradictions(self)):
             raise RecordError(f"the field {problem}")
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def budget_parts(text: str) -> list[tuple[str, str]]:
     """Kinds and fractions of a budget, as they are written: "flops=0.1+params=0.05" has two."""
@@ -185,23 +182,54 @@ def budget_parts(text: str) -> list[tuple[str, str]]:
     return [(kind.strip(), number) for kind, _, number in parts]
 
 
-def write(record: Record, path: str | os.PathLike[str]) -> None:
-    """Write a record as JSON, atomically; `read` is the inverse."""
+def write(record: Any, path: str | os.PathLike[str]) -> None:
+    """Write a record, a dataclass of plain values, as JSON with a digest, atomically; `read` is the inverse."""
     try:
-        content = _sealed(record.as_dict())
+        # allow_nan=False: NaN is not JSON, and a browser refuses the file.
+        plain = json.loads(json.dumps(dataclasses.asdict(record), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise RecordError(f"`record.config` cannot be written as JSON ({error}): give plain, finite values") from error
-    atomic.write(path, content)
+    atomic.write(path, (json.dumps(plain | {"digest": digest(plain)}, indent=1) + "\n").encode())
 
 
-def _sealed(fields: Mapping[str, Any]) -> bytes:
-    """JSON with a digest of the other fields."""
-    # allow_nan=False: NaN is not JSON, and a browser refuses the file.
-    plain = json.loads(json.dumps(fields, allow_nan=False))
-    return (json.dumps(plain | {"digest": digest(plain)}, indent=1) + "\n").encode()
+def read(path: str | os.PathLike[str]) -> Record:
+    """Read the record of a run: a JSON file, or a run's folder that holds `record.json`.
+
+    Raises:
+        RecordError: there is none, or it is not of this schema; the message says which field.
+    """
+    return read_as(Record, path, SCHEMA, "a run")
 
 
-def _content(file: Path, what: str) -> Any:
+def read_as(kind: type[Kind], path: str | os.PathLike[str], schema: str, what: str) -> Kind:
+    """Read a record of any kind.
+
+    Args:
+        schema: schema that the file must name.
+        what: has such records, for the message.
+    """
+    path = Path(path)
+    file = path / "record.json" if path.is_dir() else path
+    if not file.is_file():
+        way_out = "the run is not finished; continue it with --resume" if path.is_dir() else "give a run's folder"
+        raise RecordError(f"{file} does not exist: {way_out}")
+    content = _content(file)
+    for names in (content, content.get("config")) if isinstance(content, dict) else ():
+        if isinstance(names, dict) and isinstance(former := names.get("method"), str):
+            names["method"] = FORMER_METHODS.get(former, former)
+    if not isinstance(content, dict) or content.get("schema") != schema:
+        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise RecordError(
+            f"{file} is not a record of {what}: its schema is {reprlib.repr(found)}, this version reads {schema!r}"
+        )
+    try:
+        record: Kind = from_plain(kind, content)
+    except RecordError as error:
+        raise RecordError(f"{file}: {error}") from error
+    return record
+
+
+def _content(file: Path) -> Any:
     """Content of a JSON file, without its digest; older files have none.
 
     Raises:
@@ -213,66 +241,10 @@ def _content(file: Path, what: str) -> Any:
         json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
         changed = isinstance(content, dict) and "digest" in content and content.pop("digest") != digest(content)
     except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{file} cannot be read as {what}: {error}") from error
+        raise RecordError(f"{file} cannot be read as JSON: {error}") from error
     if changed:
         raise RecordError(f"{file} has been changed after it was written: its digest is not that of its fields")
     return content
-
-
-def read(path: str | os.PathLike[str]) -> Record:
-    """Read a record: a JSON file, or a run's folder that holds `record.json`.
-
-    Raises:
-        RecordError: there is none, or it is not of this schema; the message says which field.
-    """
-    path = Path(path)
-    file = path / "record.json" if path.is_dir() else path
-    if not file.is_file():
-        way_out = "the run is not finished; continue it with --resume" if path.is_dir() else "give a run's folder"
-        raise RecordError(f"{file} does not exist: {way_out}")
-    content = _content(file, "JSON")
-    for names in (content, content.get("config")) if isinstance(content, dict) else ():
-        if isinstance(names, dict) and isinstance(former := names.get("method"), str):
-            names["method"] = FORMER_METHODS.get(former, former)
-    return of_schema(Record, content, SCHEMA, file, "a run")
-
-
-def write_plain(record: Any, path: str | os.PathLike[str]) -> None:
-    """Write a dataclass of plain values as JSON, atomically; `read_plain` is the inverse."""
-    atomic.write(path, _sealed(dataclasses.asdict(record)))
-
-
-def read_plain(kind: type[Kind], path: str | os.PathLike[str], schema: str, what: str) -> Kind:
-    """Read a record of this kind: a JSON file, or a folder that holds `record.json`; arguments as for `of_schema`.
-
-    Raises:
-        RecordError: there is none, or it is not of this schema; the message says which field.
-    """
-    path = Path(path)
-    file = path / "record.json" if path.is_dir() else path
-    return of_schema(kind, _content(file, f"the record of {what}"), schema, file, what)
-
-
-def of_schema(kind: type[Kind], content: Any, schema: str, file: Path, what: str) -> Kind:
-    """A record of this kind, from what the JSON of a file holds.
-
-    Args:
-        schema: schema that the file must name.
-        what: has such records, for the message.
-
-    Raises:
-        RecordError: it is not of this schema; the message says which field.
-    """
-    if not isinstance(content, dict) or content.get("schema") != schema:
-        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise RecordError(
-            f"{file} is not a record of {what}: its schema is {reprlib.repr(found)}, this version reads {schema!r}"
-        )
-    try:
-        record: Kind = from_plain(kind, content)
-    except RecordError as error:
-        raise RecordError(f"{file}: {error}") from error
-    return record
 
 
 def from_plain(kind: Any, value: Any, where: str = "") -> Any:

@@ -12,6 +12,8 @@ forwards they need:
 
 `vr_pge` has less variance than `pge` where :math:`\mathbb{E}[L]^2` is large against :math:`\mathrm{Var}(L)`, as in deep
 networks, but not always. The first mask is the one that is trained; the others are references that only run forward.
+
+The arguments of all are the losses (n,), the raw draws (n, U), s (U,), and the exponent alpha of the preconditioner.
 """
 
 from __future__ import annotations
@@ -48,14 +50,7 @@ def score(mask: Tensor, s: Tensor, alpha: float) -> Tensor:
 
 
 def pge(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
-    r"""The policy gradient estimator :math:`L_1 h_1`; alpha = 0 is the textbook one, without the preconditioner.
-
-    Args:
-        losses: shape (1,).
-        masks: the raw draw, shape (1, U).
-        s: keep-probabilities, shape (U,).
-        alpha: exponent of the preconditioner.
-    """
+    r"""The policy gradient estimator :math:`L_1 h_1`; alpha = 0 is the textbook one, without the preconditioner."""
     _check("pge", losses, masks, s, 1, 1)
     return losses[0].to(s) * score(masks[0], s, alpha)
 
@@ -65,12 +60,6 @@ def vr_pge(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
 
     The loss of the reference mask is a baseline. It is independent of :math:`m_1`, whose score has mean zero, so the
     baseline adds no bias. For alpha in [1/2, 1) the variance is bounded for every s in (0, 1)^U (Theorem 1).
-
-    Args:
-        losses: shape (2,): of the trained mask, and of the reference.
-        masks: the raw draws, shape (2, U).
-        s: keep-probabilities, shape (U,).
-        alpha: exponent of the preconditioner.
     """
     _check("vr_pge", losses, masks, s, 2, 2)
     return (losses[0] - losses[1]).to(s) * score(masks[0], s, alpha)
@@ -80,12 +69,6 @@ def vr_pge_symmetric(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> 
     r"""Both masks' scores, :math:`(L_1 - L_2) (h_1 - h_2) / 2`: the mean of `vr_pge` and `vr_pge` with roles swapped.
 
     Never more variance than `vr_pge`, at no further cost. `leave_one_out` with n = 2.
-
-    Args:
-        losses: shape (2,).
-        masks: the raw draws, shape (2, U).
-        s: keep-probabilities, shape (U,).
-        alpha: exponent of the preconditioner.
     """
     _check("vr_pge_symmetric", losses, masks, s, 2, 2)
     h = score(masks, s, alpha)
@@ -95,13 +78,7 @@ def vr_pge_symmetric(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> 
 def leave_one_out(losses: Tensor, masks: Tensor, s: Tensor, alpha: float) -> Tensor:
     r"""Every mask against the mean of the others, :math:`\sum_k (L_k - \bar L) h_k / (n - 1)`.
 
-    Equal to :math:`\frac1n \sum_k (L_k - b_k) h_k` with :math:`b_k` the mean loss of the n - 1 other masks.
-
-    Args:
-        losses: shape (n,), n >= 2.
-        masks: the raw draws, shape (n, U).
-        s: keep-probabilities, shape (U,).
-        alpha: exponent of the preconditioner.
+    Equal to :math:`\frac1n \sum_k (L_k - b_k) h_k` with :math:`b_k` the mean loss of the n - 1 >= 1 other masks.
     """
     _check("leave_one_out", losses, masks, s, 2, None)
     centred = (losses - losses.mean()).to(s) / (losses.numel() - 1)

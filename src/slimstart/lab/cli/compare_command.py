@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slimstart.lab.run.comparison import Outcome, Trial
-    from slimstart.lab.run.environment import Place
+    from slimstart.lab.run.place import Place
 
 RETRAINING = ("finetune_epochs", "finetune_lr", "finetune_schedule", "rounds", "trial_epochs")
 
@@ -24,7 +24,7 @@ RETRAINING = ("finetune_epochs", "finetune_lr", "finetune_schedule", "rounds", "
 def add_to(app: typer.Typer) -> None:
     example = "slimstart compare --model resnet32 --data cifar10 --methods uniform,slimstart --epochs 40 --seeds 3"
     app.command("compare", epilog=f"Example: {example}")(
-        with_training_options(compare, without=("method", "seed", "stages"))
+        with_training_options(compare, without=("method", "seed", "stages", "batch_norm"))
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slimstart.distributed.process_group import ProcessGroup
     from slimstart.lab.recipes.recipe import Recipe
     from slimstart.lab.records import Record
-    from slimstart.lab.run.environment import Place
+    from slimstart.lab.run.place import Place
     from slimstart.lab.run.run_folder import Run
 
 
@@ -38,12 +38,6 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --out; start one if there is none.")
     ] = False,
-    batch_norm: Annotated[
-        str,
-        typer.Option(
-            help="Batch norm with several processes: synchronised (the same as in one process) or per-rank (faster)."
-        ),
-    ] = "synchronised",
     rank_timeout: Annotated[
         float, typer.Option(help="Seconds without an answer after which another process counts as lost.")
     ] = 600.0,
@@ -56,7 +50,7 @@ def train(
     """
     from slimstart.distributed.launch import joined, own_device, restarted, started_by_torchrun
 
-    place = dataclasses.replace(where(**options), batch_norm=batch_norm)
+    place = where(**options)
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
     if started_by_torchrun():

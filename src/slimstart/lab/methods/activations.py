@@ -11,7 +11,9 @@ flatten each of its pixels is one); its *contribution* is their part of the sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,22 +87,17 @@ def observe(
         loss_fn: called as `loss_fn(model, *batch)`; its value is not used.
     """
     model.eval()
-    handles = []
-    for reader in layers:
 
-        def hook(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, reader: Reader = reader
-        ) -> None:
-            with torch.autocast(output.device.type, enabled=False):  # the forward's own is not meant for this
-                look(reader, _reading(module, args[0] if args else kwargs["input"], reader.units))
+    def seen(reader: Reader, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        with torch.autocast(output.device.type, enabled=False):  # the forward's own is not meant for this
+            look(reader, _reading(layer, args[0] if args else kwargs["input"], reader.units))
 
-        handles.append(model.get_submodule(reader.layer).register_forward_hook(hook, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for reader in layers:
+            layer = model.get_submodule(reader.layer)
+            hooks.enter_context(layer.register_forward_hook(partial(seen, reader), with_kwargs=True))
         for batch in batches:
             loss_fn(model, *as_batch(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _reading(module: nn.Module, x: Tensor, units: Tensor) -> Reading:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from slimstart.lab.models.layers import Stages, conv_bn_relu, initialised, scaled
+from slimstart.lab.models.layers import Stages, conv_bn_relu, factory, initialised, scaled
 
 VGG16 = Stages((2, 2, 3, 3, 3), (64, 128, 256, 512, 512))
 VGG19 = Stages((2, 2, 4, 4, 4), VGG16.channels)
@@ -68,23 +68,15 @@ class MobileNetV1(Chain):
         super().__init__(layers, channels, num_classes)
 
 
-def vgg16(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = VGG16) -> VGG:
-    """13 convolutions: 14.7 M parameters, 313 M multiply-adds on 32 x 32."""
-    return initialised(VGG(stages.layers, num_classes, in_channels, width))
+def _vgg(stages: Stages, num_classes: int, in_channels: int, width: float) -> VGG:
+    return VGG(stages.layers, num_classes, in_channels, width)
 
 
-def vgg19(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = VGG19) -> VGG:
-    """16 convolutions: 20.0 M parameters, 398 M multiply-adds on 32 x 32."""
-    return initialised(VGG(stages.layers, num_classes, in_channels, width))
+vgg16 = factory(_vgg, VGG16)  # 13 convolutions: 14.7 M parameters, 313 M multiply-adds on 32 x 32
+vgg19 = factory(_vgg, VGG19)  # 16 convolutions: 20.0 M parameters, 398 M multiply-adds on 32 x 32
+mobilenet_v1 = factory(MobileNetV1, MOBILENET_V1, 1000)  # 4.2 M parameters, 569 M multiply-adds on 224 x 224
 
 
 def small(num_classes: int = 10, in_channels: int = 1, width: float = 1.0) -> VGG:
     """Five convolutions, for the embedded 28 x 28 images on two CPU cores: 0.14 M parameters, 11 M multiply-adds."""
     return initialised(VGG(SMALL, num_classes, in_channels, width))
-
-
-def mobilenet_v1(
-    num_classes: int = 1000, in_channels: int = 3, width: float = 1.0, stages: Stages = MOBILENET_V1
-) -> MobileNetV1:
-    """13 separable convolutions: 4.2 M parameters, 569 M multiply-adds on 224 x 224."""
-    return initialised(MobileNetV1(stages, num_classes, in_channels, width))

@@ -72,3 +72,16 @@ def initialised(network: Network) -> Network:
             reached = module.out_channels * math.prod(module.kernel_size) / module.groups
             nn.init.normal_(module.weight, std=math.sqrt(2 / reached))
     return network
+
+
+def factory(
+    family: Callable[[Stages, int, int, float], Network], stages: Stages, num_classes: int = 10
+) -> Callable[..., Network]:
+    """The function that makes a network: these stages of a family, or those of a sibling."""
+
+    def make(
+        num_classes: int = num_classes, in_channels: int = 3, width: float = 1.0, stages: Stages = stages
+    ) -> Network:
+        return initialised(family(stages, num_classes, in_channels, width))
+
+    return make

@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from slimstart.lab.models.layers import Stages, conv, conv_bn_relu, initialised, scaled, stage
+from slimstart.lab.models.layers import Stages, conv, conv_bn_relu, factory, scaled, stage
 
 RESNET20 = Stages((3, 3, 3), (16, 32, 64))
 RESNET32 = Stages((5, 5, 5), (32, 64, 128))
@@ -158,21 +158,7 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet20(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = RESNET20) -> CifarResNet:
-    """Three blocks a stage, 16 to 64 channels: 0.27 M parameters, 41 M multiply-adds on 32 x 32."""
-    return initialised(CifarResNet(stages, num_classes, in_channels, width))
-
-
-def resnet32(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = RESNET32) -> CifarResNet:
-    """Five blocks a stage, 32 to 128 channels, twice the usual: 1.9 M parameters, 276 M multiply-adds on 32 x 32."""
-    return initialised(CifarResNet(stages, num_classes, in_channels, width))
-
-
-def wrn28_10(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, stages: Stages = WRN28_10) -> WideResNet:
-    """28 layers, 160 to 640 channels: 36.5 M parameters, 5.2 G multiply-adds on 32 x 32."""
-    return initialised(WideResNet(stages, num_classes, in_channels, width))
-
-
-def resnet50(num_classes: int = 1000, in_channels: int = 3, width: float = 1.0, stages: Stages = RESNET50) -> ResNet:
-    """16 bottlenecks: 25.6 M parameters, 4.1 G multiply-adds on 224 x 224."""
-    return initialised(ResNet(stages, num_classes, in_channels, width))
+resnet20 = factory(CifarResNet, RESNET20)  # 0.27 M parameters, 41 M multiply-adds on 32 x 32
+resnet32 = factory(CifarResNet, RESNET32)  # twice the usual width: 1.9 M parameters, 276 M multiply-adds on 32 x 32
+wrn28_10 = factory(WideResNet, WRN28_10)  # 28 layers: 36.5 M parameters, 5.2 G multiply-adds on 32 x 32
+resnet50 = factory(ResNet, RESNET50, 1000)  # 16 bottlenecks: 25.6 M parameters, 4.1 G multiply-adds on 224 x 224

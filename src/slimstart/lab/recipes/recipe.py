@@ -1,6 +1,6 @@
 """A recipe: everything that decides what a run computes, as one flat frozen dataclass. Presets are recipes with a name.
 
-Where a run computes (device, folders, worker processes) is not part of it: see `run.environment.Place`.
+Where a run computes (device, folders, worker processes) is not part of it: see `run.place.Place`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SETTINGS = tuple(dict.fromkeys(name for settings in OPTIMIZERS.values() for name
 OWN_SETTINGS = ("estimator", "sampling", "structure_lr", "depth")  # fields of a recipe that some policies lack
 
 
-def _setting(default: Any, about: str) -> Any:
+def setting(default: Any, about: str) -> Any:
     """A field with the sentence that the command line and the documentation show about it."""
     return dataclasses.field(default=default, metadata={"help": about})
 
@@ -56,136 +56,136 @@ def _setting(default: Any, about: str) -> Any:
 class Recipe:
     """Network, data, method and schedule of a run; the defaults are the paper's on CIFAR, where it has some."""
 
-    model: str = _setting(
+    model: str = setting(
         "small", "Network to train: one of ours (vgg16, resnet20, ...), timm:NAME, or your own code as module:factory."
     )
-    width: float = _setting(
+    width: float = setting(
         1.0, "Multiply the channels of every layer of the dense network by this factor; only for networks of ours."
     )
-    data: str = _setting(
+    data: str = setting(
         "fashion",
         "Data set: fashion, cifar10, cifar100, tiny_imagenet16, image_folder, or your own code as module:factory.",
     )
-    image_size: int | None = _setting(None, "Height and width of the images of an image_folder; 224 by default.")
-    validation: int = _setting(0, "Evaluate on this many held-out training images instead of the test set.")
+    image_size: int | None = setting(None, "Height and width of the images of an image_folder; 224 by default.")
+    validation: int = setting(0, "Evaluate on this many held-out training images instead of the test set.")
 
-    method: str = _setting("slimstart", f"Training method: {', '.join(METHODS)}.")
-    budget: str | None = _setting(
+    method: str = setting("slimstart", f"Training method: {', '.join(METHODS)}.")
+    budget: str | None = setting(
         "flops=0.1",
         "Limit on the network, as a fraction of the dense one: flops=F, params=F or channels=F, or several as in "
         "flops=0.1+params=0.05.",
     )
-    policy: str = _setting(
+    policy: str = setting(
         "equal_worth",
         "How the method slimstart learns the structure: equal_worth (widths, from gradients) or paper (masks, by the "
         "paper's Algorithm 1).",
     )
-    coupling: str | None = _setting(
+    coupling: str | None = setting(
         None,
         "Whether layers that write into the same residual stream share one mask (stream) or have one each (filter). By "
         "default stream; with the policy paper, filter.",
     )
-    estimator: str | None = _setting(
+    estimator: str | None = setting(
         None,
         "How the policy paper estimates the gradient of the keep-probabilities: vr_pge (the default), pge, "
         "vr_pge_symmetric, leave_one_out. Or train the dense network, with gates that learn by backpropagation: ste, "
         "sigmoid_ste, gumbel, hard_concrete, soft_threshold.",
     )
-    sampling: str | None = _setting(
+    sampling: str | None = setting(
         None,
         "How the policy paper draws masks: bernoulli (every unit by itself, as in the paper) or capped (masks with far "
         "more units than expected are drawn again). By default capped, where the estimator allows it.",
     )
-    structure_lr: float | None = _setting(
+    structure_lr: float | None = setting(
         None,
         "Learning rate of the structure. By default 12e-3 with the policy paper, and with other methods the value of "
         "their authors.",
     )
-    depth: float | None = _setting(
+    depth: float | None = setting(
         None,
         "Keep about a fraction budget ** depth of the layers that can be removed, and fewer in short trainings; only "
         "with the policy equal_worth. 0.6 by default; 0 keeps all layers.",
     )
-    resample_every: int | None = _setting(
+    resample_every: int | None = setting(
         None,
         "Number of steps between two updates of the structure. By default 1 with the policy paper; with equal_worth "
         "such that the search takes a fifth of the training.",
     )
-    align: int | None = _setting(
+    align: int | None = setting(
         None,
         "Round the widths of large groups to multiples of this number; 8 by default. The policy paper pads the network "
         "with zeros to such multiples instead: 8 by default with CUDA graphs, and 1 without.",
     )
-    settle_at: float = _setting(1.0, "Fix the structure after this fraction of the epochs.")
-    num_masks: int = _setting(
+    settle_at: float = setting(1.0, "Fix the structure after this fraction of the epochs.")
+    num_masks: int = setting(
         10,
         "Number of masks that the policy paper draws at the end of its search; the one with the least training loss is "
         "kept.",
     )
-    protocol: str = _setting(
+    protocol: str = setting(
         "original",
         "Variant of the method: original (of every method), uniform (of l1, soft, thinet, provable and slimming: one "
         "cut that leaves the same share of every layer), folded (of soft: filters are judged together with their batch "
         "norm), or front_heavy (of uniform: shares that fall by a factor of four from the first layer to the last).",
     )
-    stages: str | None = _setting(
+    stages: str | None = setting(
         None,
         "Number of layers or blocks in each stage of the network of the method shallow, such as 2,2,2,2,2; with :late "
         "at the end, late stages are wider. By default the best of a few, chosen on held-out training images.",
     )
-    trial_epochs: int | None = _setting(
+    trial_epochs: int | None = setting(
         None, "Number of epochs of each network that the method shallow tries; by default as many as epochs."
     )
-    rounds: int = _setting(1, "Cut a trained network in this number of rounds, spread over the fine-tuning.")
-    penalty: float = _setting(1e-4, "Weight of the L1 penalty on the scales of batch norm, in the method slimming.")
+    rounds: int = setting(1, "Cut a trained network in this number of rounds, spread over the fine-tuning.")
+    penalty: float = setting(1e-4, "Weight of the L1 penalty on the scales of batch norm, in the method slimming.")
 
-    epochs: int = _setting(300, "Number of epochs, without those of fine-tuning.")
-    batch_size: int = _setting(256, "Number of images per step, over all processes.")
-    optimizer: str = _setting("sgd", f"Optimizer of the weights: {', '.join(OPTIMIZERS)}.")
-    lr: float = _setting(None, "Learning rate of the weights. By default 0.1 with sgd, and 1e-3 with the others.")
-    schedule: str = _setting(
+    epochs: int = setting(300, "Number of epochs, without those of fine-tuning.")
+    batch_size: int = setting(256, "Number of images per step, over all processes.")
+    optimizer: str = setting("sgd", f"Optimizer of the weights: {', '.join(OPTIMIZERS)}.")
+    lr: float = setting(None, "Learning rate of the weights. By default 0.1 with sgd, and 1e-3 with the others.")
+    schedule: str = setting(
         "cosine",
         "Schedule of the learning rate: cosine (falls to zero), constant, or steps such as steps:0.5,0.75x0.1 (times "
         "0.1 after half of the steps, and again after three quarters).",
     )
-    momentum: float | None = _setting(None, "Momentum of sgd (0.9 by default) and rmsprop (0 by default).")
-    nesterov: bool | None = _setting(None, "Use Nesterov momentum with sgd.")
-    beta1: float | None = _setting(None, "Decay of the mean gradient in adam and adamw; 0.9 by default.")
-    beta2: float | None = _setting(
+    momentum: float | None = setting(None, "Momentum of sgd (0.9 by default) and rmsprop (0 by default).")
+    nesterov: bool | None = setting(None, "Use Nesterov momentum with sgd.")
+    beta1: float | None = setting(None, "Decay of the mean gradient in adam and adamw; 0.9 by default.")
+    beta2: float | None = setting(
         None, "Decay of the mean squared gradient; by default 0.999 in adam and adamw, and 0.99 in rmsprop."
     )
-    eps: float | None = _setting(None, "Number added to the denominator of adam, adamw and rmsprop; 1e-8 by default.")
-    weight_decay: float = _setting(
+    eps: float | None = setting(None, "Number added to the denominator of adam, adamw and rmsprop; 1e-8 by default.")
+    weight_decay: float = setting(
         None, "Weight decay. By default 5e-4 with sgd, 0.01 with adamw, and 0 with adam and rmsprop."
     )
-    ema_decay: float | None = _setting(
+    ema_decay: float | None = setting(
         None,
         "Evaluate and save an exponential moving average of the weights, with this decay per step; no average by "
         "default. The decay starts low, and rises to this value.",
     )
-    warmup_epochs: float = _setting(0.0, "Raise the learning rate linearly in this number of epochs at the start.")
-    label_smoothing: float = _setting(0.0, "Label smoothing of the cross-entropy loss, from 0 to 1.")
-    mixup: float = _setting(0.0, "Alpha of mixup; 0 for no mixup. With mixup and cutmix, each batch gets one of them.")
-    cutmix: float = _setting(0.0, "Alpha of CutMix; 0 for no CutMix.")
-    rand_augment: int = _setting(0, "Number of RandAugment's operations on each training image; 0 for none.")
-    rand_augment_magnitude: float | None = _setting(
+    warmup_epochs: float = setting(0.0, "Raise the learning rate linearly in this number of epochs at the start.")
+    label_smoothing: float = setting(0.0, "Label smoothing of the cross-entropy loss, from 0 to 1.")
+    mixup: float = setting(0.0, "Alpha of mixup; 0 for no mixup. With mixup and cutmix, each batch gets one of them.")
+    cutmix: float = setting(0.0, "Alpha of CutMix; 0 for no CutMix.")
+    rand_augment: int = setting(0, "Number of RandAugment's operations on each training image; 0 for none.")
+    rand_augment_magnitude: float | None = setting(
         None, "Strength of RandAugment's operations, from 0 to 30; 9 by default."
     )
-    finetune_epochs: int = _setting(
+    finetune_epochs: int = setting(
         0,
         "Number of further epochs with a fixed structure; for methods that cut a trained network, those after the cut.",
     )
-    finetune_lr: float = _setting(1e-3, "Learning rate of fine-tuning.")
-    finetune_schedule: str = _setting("constant", "Schedule of the learning rate of fine-tuning, as for schedule.")
+    finetune_lr: float = setting(1e-3, "Learning rate of fine-tuning.")
+    finetune_schedule: str = setting("constant", "Schedule of the learning rate of fine-tuning, as for schedule.")
 
-    precision: str = _setting("float32", f"Compute precision: {', '.join(PRECISIONS)}.")
-    full_model_device: str | None = _setting(
+    precision: str = setting("float32", f"Compute precision: {', '.join(PRECISIONS)}.")
+    full_model_device: str | None = setting(
         None,
         "Set to cpu to keep the dense weights and their optimizer state in the host's memory, for networks larger than "
         "the GPU; only for the method slimstart. By default they are on the device that trains.",
     )
-    eval_every: int = _setting(1, "Number of epochs between two evaluations.")
-    seed: int = _setting(0, "Random seed of the weights, the batches and the masks.")
+    eval_every: int = setting(1, "Number of epochs between two evaluations.")
+    seed: int = setting(0, "Random seed of the weights, the batches and the masks.")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", present_name(self.method))

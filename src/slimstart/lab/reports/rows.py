@@ -6,11 +6,9 @@ import json
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from slimstart.errors import RecordError
 from slimstart.io.files import read_bytes
@@ -22,7 +20,6 @@ Value = Callable[[Record], float | None]
 SAME = 1.02
 # Settings that have a column of their own, or none.
 NAMED = ("model", "data", "method", "budget", "seed", "finetune_epochs")
-NONE: Mapping[str, Any] = MappingProxyType({})
 # Settings that only the paper's policy has, and its default estimator, which is not mentioned.
 OF_THE_PAPER, ITS_ESTIMATOR = ("estimator", "sampling", "structure_lr", "num_masks"), "vr_pge"
 
@@ -153,13 +150,10 @@ def family(file: Path) -> str:
     return str(content.get("schema", "")).partition("/")[0] if isinstance(content, dict) else ""
 
 
-def summarise(runs: Iterable[Record], defaults: Mapping[str, Any] = NONE) -> list[Row]:
+def summarise(runs: Iterable[Record]) -> list[Row]:
     """Join runs that differ only in the seed.
 
     Rows are sorted by network; dense first, then by budget from many FLOPs to few, then from the best to the worst.
-
-    Args:
-        defaults: default values of settings, which notes do not mention; a record that lacks a setting has its default.
     """
     same: defaultdict[tuple[object, ...], list[Record]] = defaultdict(list)
     for run in runs:
@@ -174,7 +168,7 @@ def summarise(runs: Iterable[Record], defaults: Mapping[str, Any] = NONE) -> lis
         place = (first.model, first.data, first.method != "dense", -statistics.fmean(sorted(budget)))
         return (*place, first.budget or "", -row.accuracy, first.method, _setting(first))
 
-    return sorted(_told_apart(rows, defaults), key=order)
+    return sorted(_told_apart(rows), key=order)
 
 
 def _setting(run: Record) -> tuple[object, ...]:
@@ -182,13 +176,13 @@ def _setting(run: Record) -> tuple[object, ...]:
     return (*what, run.device, run.hardware)
 
 
-def _told_apart(rows: Sequence[Row], defaults: Mapping[str, Any]) -> Iterator[Row]:
+def _told_apart(rows: Sequence[Row]) -> Iterator[Row]:
     """Rows with notes: the settings in which they differ from other rows of their method."""
     methods: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         methods[row.network, row.first.method].append(row)
     for namesakes in methods.values():
-        facts = [_facts(row, defaults) for row in namesakes]
+        facts = [_facts(row) for row in namesakes]
         noted = {name for one in facts for name in one if len({other.get(name) for other in facts}) > 1}
         notes = [", ".join(text for name, text in one.items() if name in noted) for one in facts]
         named = [replace(row, note=note) for row, note in zip(namesakes, notes, strict=True)]
@@ -198,7 +192,7 @@ def _told_apart(rows: Sequence[Row], defaults: Mapping[str, Any]) -> Iterator[Ro
             yield replace(row, note=", ".join(filter(None, (row.note, extra))))
 
 
-def _facts(row: Row, defaults: Mapping[str, Any]) -> dict[str, str]:
+def _facts(row: Row) -> dict[str, str]:
     """The settings that may distinguish a row from others of its method, as text."""
     run = row.first
     settings = run.config | {"epochs": row.epochs, "hardware": run.hardware, "device": run.device}
@@ -210,9 +204,7 @@ def _facts(row: Row, defaults: Mapping[str, Any]) -> dict[str, str]:
             del settings["estimator"]
     else:
         settings = {name: value for name, value in settings.items() if name not in ("policy", "estimator", "sampling")}
-    return {
-        name: f"{name} {value}" for name, value in settings.items() if name not in NAMED and value != defaults.get(name)
-    }
+    return {name: f"{name} {value}" for name, value in settings.items() if name not in NAMED and value is not None}
 
 
 def policy_of(run: Record) -> str:

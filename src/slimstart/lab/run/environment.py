@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,7 @@ from slimstart.errors import ConfigError
 from slimstart.lab import data
 from slimstart.lab.data.augmentation import RandAugment
 from slimstart.lab.recipes.recipe import Recipe
-from slimstart.steps import ENGINES
-
-BATCH_NORMS = ("synchronised", "per-rank")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Device, folders and engine of a run; nothing here is meant to change a result."""
-
-    device: str = "auto"
-    data_dir: Path | None = None
-    workers: int = 4  # that read image folders
-    download: bool = True
-    checkpoint_seconds: float = 60.0
-    step_times: bool = False  # measured at the end, and those of the dense and the uniform network
-    engine: str = "auto"  # "eager", "graphs", or "auto" for the faster one
-    batch_norm: str = "synchronised"  # over processes; "per-rank" is faster, and changes results
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "checkpoint_seconds"):
-            if not getattr(self, name) >= 0:  # NaN is not, either
-                raise ConfigError(f"`{name}` is {getattr(self, name)}; it must not be negative")
-        if self.engine not in ENGINES:
-            raise ConfigError(f"`engine` is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
-        if self.batch_norm not in BATCH_NORMS:
-            raise ConfigError(f"`batch_norm` is {self.batch_norm!r}; it must be one of {', '.join(BATCH_NORMS)}")
+from slimstart.lab.run.place import Place as Place
 
 
 def now() -> str:

@@ -123,7 +123,8 @@ class Fixed(Staged):
         pass
 
     def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
-        return self._stage.network if self._average is None else self._average.network(self._stage.network)
+        network = self._stage.network
+        return network if self._average is None else self._average.write_to(copy.deepcopy(network))
 
     def finish(self, batches: Iterable[Batch]) -> nn.Module:
         return self._stage.network if self._average is None else self._average.write_to(self._stage.network)

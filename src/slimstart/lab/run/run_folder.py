@@ -135,7 +135,7 @@ class Run:
             except OSError as error:
                 raise ConfigError(f"{self.folder} cannot be written to: {error}; choose another --out") from error
             with file:
-                if not _lock(file):
+                if not atomic.lock(file.fileno(), wait=False, without=True):
                     raise ConfigError(f"another process is writing to {self.folder}; wait for it, or stop it")
                 if _is(file, lock):
                     yield lock
@@ -236,19 +236,6 @@ def _is(file: IO[bytes], path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a file; whether this process has the lock. On Windows nothing is locked."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 class Events:

@@ -67,7 +67,8 @@ class Search:
         self.graph = self.sparse.dense_graph
         self._average = None
         if recipe.ema_decay is not None:
-            self._average = WeightAverage(recipe.ema_decay, self.sparse.dense_copy(), self.sparse.graph)
+            self._average = WeightAverage(recipe.ema_decay, model)
+            self.sparse.follow(self._average.network)
         self.ledger = Ledger()
         self._nominal = Flops(1.0).bind(self.sparse.graph.costs)
         self.widths: Mapping[str, int] | None = None
@@ -110,7 +111,7 @@ class Search:
         input_gradient = self._first.input_gradient({**self._first.filters, **runs.num_filters})
         loss: Tensor = self.sparse.step(self.loss_fn, images, labels)
         if self._average is not None:
-            self._average.update(self._model, self.sparse.mask)
+            self._average.update(self._model)
         self.ledger.step(round(self.sparse.num_examples), runs.flops, input_gradient, sum(runs.reference_flops))
         return loss
 
@@ -123,13 +124,12 @@ class Search:
 
     def snapshot(self, batches: Iterable[Batch]) -> nn.Module:
         if self._average is not None:  # which has running statistics of its own
-            return self._average.write_to(self.sparse.snapshot(), self.sparse.mask)
+            return self._average.write_to(self.sparse.snapshot())
         return self.sparse.snapshot(batches, self.loss_fn)
 
     def finish(self, batches: Iterable[Batch]) -> nn.Module:
         if self._average is not None:
-            mask = self.sparse.mask
-            return self._average.write_to(self.sparse.finish(), mask)
+            return self._average.write_to(self.sparse.finish())
         with counting() as count:
             network = self.sparse.finish(batches, self.loss_fn, self.num_masks)
         self.ledger.selection += self._over_ranks(count.total)

@@ -13,7 +13,9 @@ method. One multiply-add = 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,26 +83,19 @@ class FirstLayers:
 def first_layers(model: nn.Module, example_inputs: Any) -> FirstLayers:
     """Find the convolutions and linear layers whose input carries no gradient, by a look at one forward."""
     args, kwargs = as_call(example_inputs)
-    per_filter: dict[str, int] = {}
     filters: dict[str, int] = {}
 
-    def look(name: str) -> Any:
-        def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if inputs and isinstance(inputs[0], torch.Tensor) and not inputs[0].requires_grad:
-                filters[name] = _num_filters(layer)
+    def look(name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], torch.Tensor) and not inputs[0].requires_grad:
+            filters[name] = _num_filters(layer)
 
-        return hook
-
-    layers = {name: module for name, module in model.named_modules() if _num_filters(module)}
-    handles = [module.register_forward_pre_hook(look(name)) for name, module in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if _num_filters(module):
+                hooks.enter_context(module.register_forward_pre_hook(partial(look, name)))
         with evaluating(model), torch.enable_grad(), counting() as count:
             model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for name, number in filters.items():
-        per_filter[name] = count.of_module(f"{type(model).__name__}.{name}") // number
+    per_filter = {name: count.of_module(f"{type(model).__name__}.{name}") // n for name, n in filters.items()}
     return FirstLayers(per_filter, filters)
 
 

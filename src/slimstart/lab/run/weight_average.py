@@ -6,9 +6,8 @@ After step t, counted from 0, every weight and every running statistic w changes
 
 with the decay d of the recipe. The decay starts low, so that the initial weights are soon forgotten.
 
-The average of a channel that leaves the network is kept, and comes back with the channel. `SparseTraining.follow` does
-the same for a copy of the model; here the averages are tensors by name, dense where the structure may change, so that a
-checkpoint holds all of them.
+The averages are those of a copy of the network. Where the structure changes, `SparseTraining.follow` lets the copy
+follow: the average of a channel that leaves the network is kept, and comes back with the channel.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from slimstart.errors import CheckpointError
-from slimstart.graph import ChannelGraph, Selection
 
 
 class WeightAverage:
@@ -29,77 +27,50 @@ class WeightAverage:
 
     Args:
         decay: decay of the average, in (0, 1).
-        dense: the network with all its channels; its values are copied.
-        graph: channel graph of that network, where its structure changes.
+        network: the network, whose values are copied.
+
+    Attributes:
+        network: the copy that has the averages.
     """
 
-    def __init__(self, decay: float, dense: nn.Module, graph: ChannelGraph | None = None) -> None:
-        self._decay, self._graph, self._num_steps = decay, graph, 0
-        self._dense = {name: tensor.detach().clone() for name, tensor in _averaged(dense).items()}
-        self._narrow: dict[str, Tensor] = {}
-        self._selection: Selection | None = None
+    def __init__(self, decay: float, network: nn.Module) -> None:
+        self._decay, self._num_steps = decay, 0
+        self.network = copy.deepcopy(network)
 
     @torch.no_grad()
-    def update(self, network: nn.Module, mask: Tensor | None = None) -> None:
-        """Enter the weights after a step.
-
-        Args:
-            network: whose names are those of the dense one.
-            mask: the channels that it has; None for all.
-        """
-        self._take(mask)
-        decay = min(self._decay, (1 + self._num_steps) / (10 + self._num_steps))
+    def update(self, network: nn.Module) -> None:
+        """Enter the weights after a step."""
+        decay, own = min(self._decay, (1 + self._num_steps) / (10 + self._num_steps)), _averaged(self.network)
         for name, tensor in _averaged(network).items():
-            self._present[name].lerp_(tensor.detach(), 1 - decay)
+            own[name].lerp_(tensor, 1 - decay)
         self._num_steps += 1
 
     @torch.no_grad()
-    def write_to(self, network: nn.Module, mask: Tensor | None = None) -> nn.Module:
-        """Give a network of this structure the averages in place of its weights; returns it."""
-        self._take(mask)
+    def write_to(self, network: nn.Module) -> nn.Module:
+        """Give a network of the present structure the averages in place of its weights; returns it."""
+        own = _averaged(self.network)
         for name, tensor in _averaged(network).items():
-            tensor.copy_(self._present[name])
+            tensor.copy_(own[name])
         return network
 
-    def network(self, network: nn.Module) -> nn.Module:
-        """A copy of the network that has the averages in place of its weights."""
-        return self.write_to(copy.deepcopy(network))
-
-    @property
-    def _present(self) -> dict[str, Tensor]:
-        """The averages of the channels that the network has."""
-        return self._dense if self._selection is None else self._narrow
-
-    def _take(self, mask: Tensor | None) -> None:
-        """Change to the structure of a mask."""
-        if mask is None or (self._selection is not None and torch.equal(mask, self._selection.mask)):
-            return
-        assert self._graph is not None
-        self._put_back()
-        self._selection = self._graph.select(mask)
-        self._narrow = {name: self._selection.gather(name, dense) for name, dense in self._dense.items()}
-
-    def _put_back(self) -> None:
-        if self._selection is not None:
-            for name, narrow in self._narrow.items():
-                self._selection.scatter_(name, self._dense[name], narrow)
-
     def state_dict(self) -> dict[str, Any]:
-        self._put_back()
-        return {"num_steps": self._num_steps, "tensors": {name: dense.clone() for name, dense in self._dense.items()}}
+        """Without channels that the network does not have: they are in the state of the `SparseTraining`."""
+        tensors = {name: tensor.detach().clone() for name, tensor in _averaged(self.network).items()}
+        return {"num_steps": self._num_steps, "tensors": tensors}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`.
 
         Raises:
             CheckpointError: it is of another network.
         """
-        tensors = state["tensors"]
-        if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in self._dense.items()}:
+        tensors, own = state["tensors"], _averaged(self.network)
+        if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in own.items()}:
             raise CheckpointError("the averaged weights of the checkpoint are those of another network")
-        for name, dense in self._dense.items():
-            dense.copy_(tensors[name])
-        self._num_steps, self._selection, self._narrow = state["num_steps"], None, {}
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+        self._num_steps = state["num_steps"]
 
 
 def _averaged(network: nn.Module) -> dict[str, Tensor]:
