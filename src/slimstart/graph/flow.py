@@ -61,8 +61,8 @@ class Operation:
         reads: serial numbers of the tensors that it reads.
         addresses: their memory.
         results: serial numbers of the tensors that it returns.
-        streams: of a sum of two tensors of equal shape, the summands that it may return where the other one is zero:
-            those that are followed, and in place the one that is written.
+        streams: of a sum of two activations of equal shape, the summands that it may return where the other one is
+            zero: in place only the one that is written.
         scaled: the tensor where, if it were zero, the result would be zero: it is multiplied by parameters and numbers,
             or an activation or dropout is applied to it.
         unary: whether it treats the entries of one tensor separately, whatever their number.

@@ -303,8 +303,7 @@ class Tracer:
                 [leaf for leaf in tree_flatten(arguments)[0] if not isinstance(leaf, Tensor)],
             )
             if shape_of(first) == shape_of(second) == shape_of(result) and all(number == 1 for number in numbers):
-                summands = tensors[:1] if in_place else tensors
-                streams = tuple(map(self._serial, filter(self.activation, summands)))
+                streams = reads[:1] if in_place else reads
         others = [serial for serial, one in zip(reads, fixed, strict=True) if not one]
         pointwise = torch.Tag.pointwise in func.tags
         unary = len(tensors) == 1 and not in_place and (pointwise or name == "dropout")
