@@ -221,6 +221,29 @@ def in_training(m, x):
     return x + y if not m.training else x + y * torch.rand(len(y), 1, dtype=y.dtype)
 
 
+class Keeping(nn.Module):
+    """A branch with a loss of its own, which the model reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = feed_forward()
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.loss = y.square().mean()
+        return y
+
+
+def auxiliary(m, x):
+    x = x + m.f(x)
+    return x + m.f.loss
+
+
+def tied(m, x):
+    x = x + m.f(x)
+    return F.linear(F.linear(x, m.f[0].weight), m.f[2].weight)
+
+
 def part(m, x):
     y = m.f[2](torch.relu(m.f[0](x.sigmoid())))
     return x + m.f(x) + y
@@ -250,6 +273,8 @@ STAYS = {
     "other source": (
         lambda m, x: x + m.f(m.other(x.new_ones(4, 6)) + m.norm(x)), {"other": nn.Linear(6, 6)}, "f.0", ALONE
     ),
+    "attribute": (auxiliary, {"f": Keeping()}, "f.inner.0", "a tensor that it computes and does not return is used"),
+    "weights": (tied, {}, "f.0", "f.0.weight is used from outside, too"),
     "called from outside": (part, {}, "f.2", "f.0 is called from outside, too"),
     "fused": (
         lambda m, x: m.f(x[:, None])[:, 0], {"f": nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)},

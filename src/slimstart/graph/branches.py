@@ -53,11 +53,7 @@ class _Branch:
             self.gone.append(found)
         self._check_vain()
         self._check_memory()
-        for other in self.flow.calls:
-            for gone in self.gone:
-                inside = other.module == gone.module or other.module.startswith(gone.module + ".")
-                if inside and not (gone.begin <= other.begin and other.end <= gone.end):
-                    raise NoBranchError(f"{other.module} is called from outside, too")
+        self._check_outside()
         return [call for call in self.flow.calls if call in self.gone]
 
     def _added_to(self) -> int | None:
@@ -214,6 +210,25 @@ class _Branch:
                         )
                     vain.add(number)
                     left.extend(operation.reads)
+
+    def _check_outside(self) -> None:
+        """Refuse a branch if something else uses modules, weights or tensors in it."""
+        for other in self.flow.calls:
+            for gone in self.gone:
+                inside = other.module == gone.module or other.module.startswith(gone.module + ".")
+                if inside and not (gone.begin <= other.begin and other.end <= gone.end):
+                    raise NoBranchError(f"{other.module} is called from outside, too")
+        prefixes = tuple(f"{call.module}." for call in self.gone)
+        results = {serial for call in self.gone if call.after for serial in (call.after.serial, *call.others)}
+        for number, operation in enumerate(self.flow.operations):
+            if self._ours(number):
+                for serial in operation.results:
+                    numbers = self.flow.readers.get(serial, ()) if serial not in results else ()
+                    own = self._ours(self.flow.producers[serial][0])
+                    if own and not all(map(self._ours, numbers)):
+                        raise NoBranchError("a tensor that it computes and does not return is used")
+            elif found := [name for name in operation.parameters if name.startswith(prefixes)]:
+                raise NoBranchError(f"{found[0]} is used from outside, too")
 
     def _check_memory(self) -> None:
         """Refuse a branch that writes into a tensor that others read."""

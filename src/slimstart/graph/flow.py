@@ -54,7 +54,7 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, or a use of a tensor that is none: "size" where its shape is read, "output" of the network.
+    """One operation, or a use of tensors that is none: "size" where a shape is read, "output" of the network, "numpy".
 
     Attributes:
         name: as in its schema, without the overload.
@@ -68,6 +68,7 @@ class Operation:
         unary: whether it treats the entries of one tensor separately, whatever their number.
         in_place: whether it writes into the first tensor.
         weighs: whether it multiplies by a matrix of parameters.
+        parameters: names of the parameters and buffers that it reads.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Operation:
     unary: bool = False
     in_place: bool = False
     weighs: bool = False
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass

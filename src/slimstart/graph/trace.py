@@ -308,6 +308,7 @@ class _Functions(TorchFunctionMode):
             self.tracer.over_channels[self.tracer.modules[-1]] += 1
         if name in _ESCAPES:
             self.tracer.keep_all(args[:1], f"it leaves PyTorch ({name})")
+            self.tracer.note_use(name, args[:1])
         for size in self._used_as_numbers(name, args, kwargs):
             self.tracer.size_used(size.expression)
         try:

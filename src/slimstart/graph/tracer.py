@@ -83,7 +83,10 @@ _SCALING = frozenset(
 def _keeps_zero(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a pointwise function of one tensor is zero at zero; found by running it."""
     args, kwargs = tree_map_only(Tensor, lambda one: one.new_zeros(()), (args, kwargs))
-    outcome = func(*args, **kwargs)
+    try:
+        outcome = func(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False
     return isinstance(outcome, Tensor) and bool((outcome == 0).all())
 
 
@@ -280,9 +283,10 @@ class Tracer:
             serial = self._serials[tensor] = next(self._count)
         return serial
 
-    def note_use(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Record a use of tensors that is no operation."""
-        self.flow.operations.append(Operation(name, tuple(map(self._serial, tensors))))
+    def note_use(self, name: str, found: Iterable[Any]) -> None:
+        """Record a use of tensors that is no operation; anything else is ignored."""
+        serials = tuple(self._serial(one) for one in found if isinstance(one, Tensor))
+        self.flow.operations.append(Operation(name, serials))
 
     def note_operation(self, func: Any, arguments: Any, tensors: Sequence[Tensor], result: Any) -> None:
         """Record an operation.
@@ -295,7 +299,8 @@ class Tracer:
         reads = tuple(map(self._serial, tensors))
         in_place = func._schema.is_mutable
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-        fixed = [self.parameter(tensor) is not None for tensor in tensors]
+        parameters = [self.parameter(tensor) for tensor in tensors]
+        fixed = [value is not None for value in parameters]
         streams: tuple[int, ...] = ()
         if name in ("add", "add_") and len(tensors) == 2 and not any(fixed):
             (first, second), numbers = (
@@ -321,6 +326,7 @@ class Tracer:
                 unary=unary,
                 in_place=in_place,
                 weighs=bool(matrices) and not pointwise,
+                parameters=tuple(value.source for value in parameters if value is not None and value.source),
             )
         )
 
