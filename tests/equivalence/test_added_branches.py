@@ -30,6 +30,7 @@ def test_branches_of_common_networks(name, layers, coupling):
     assert [layer.modules for layer in graph.layers] == layers
     assert all(layer.added for layer in graph.layers)
     assert all(f"  {', '.join(modules)}\n" in str(graph) for modules in layers)
+    assert verify(ZOO[name].factory(), ZOO[name].example_inputs(), coupling, num_masks=4).max_error < 1e-10
 
 
 @pytest.mark.parametrize("norms", ["keep", "shrink"])

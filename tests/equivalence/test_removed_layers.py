@@ -19,7 +19,7 @@ from tests.zoo import ZOO, call, shake
 WITH_LAYERS = [
     "vgg_bn", "resnet_basic", "resnet_bottleneck", "resnet_option_a", "wide_resnet", "resnext", "mobilenet_v1",
     "mobilenet_v2", "convnext", "vit_fused", "nanogpt", "decoder_expand", "encoder_stack_prenorm", "listed_vit",
-    "listed_mixer", "summed_conv_net", "summed_gpt",
+    "summed_conv_net", "summed_gpt",
 ]  # fmt: skip
 
 
