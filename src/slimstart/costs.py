@@ -94,9 +94,7 @@ class CostTable:
     params: Polynomial
     layers: tuple[LayerCost, ...] = ()  # that can go as a whole, in network order; no two share a term
     whole: CostTable | None = None  # of a table without some layers, the one with all of them
-    reach: float = (
-        0.0  # sum of (kernel - 1) / (size of the input) over all convolutions: see `slimstart.policies.depth`
-    )
+    reach: float = 0.0  # of all convolutions: see `slimstart.policies.depth`
     _rule: dict[torch.device, tuple[Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -18,7 +18,8 @@ from tests.zoo import ZOO, call, shake
 
 WITH_LAYERS = [
     "vgg_bn", "resnet_basic", "resnet_bottleneck", "resnet_option_a", "wide_resnet", "resnext", "mobilenet_v1",
-    "mobilenet_v2", "convnext", "vit_fused", "nanogpt", "decoder_expand", "encoder_stack_prenorm",
+    "mobilenet_v2", "convnext", "vit_fused", "nanogpt", "decoder_expand", "encoder_stack_prenorm", "listed_vit",
+    "summed_conv_net", "summed_gpt",
 ]  # fmt: skip
 
 
@@ -218,7 +219,7 @@ def test_reasons_why_layers_cannot_go():
 
 
 class UsedTwice(nn.Module):
-    """Flat chains of which a tensor within the chain begins a residual stream."""
+    """Flat chains of which a tensor within the chain begins a stream, to which scaled branches are added."""
 
     def __init__(self):
         super().__init__()
@@ -229,9 +230,9 @@ class UsedTwice(nn.Module):
 
     def forward(self, x):
         x = self.depthwise(self.stem(x))
-        x = x + self.down(torch.relu(self.up(x)))
+        x = torch.add(x, self.down(torch.relu(self.up(x))), alpha=0.5)
         x = self.conv(x.relu())
-        return self.head(x + self.more(self.norm(x)))
+        return self.head(torch.add(x, self.more(self.norm(x)), alpha=0.5))
 
 
 @pytest.mark.parametrize("coupling", ["stream", "filter"])

@@ -328,7 +328,7 @@ def test_tilts_outside_of_their_range_are_refused(tilt: float) -> None:
         EqualWorth(tilt=tilt)
 
 
-# --- what the convolutions see ------------------------------------------------------------------------------------------
+# --- what the convolutions see ---------------------------------------------------------------------------------------
 
 
 def test_the_reach_of_convolutions() -> None:
@@ -378,3 +378,50 @@ def test_a_budget_that_many_layers_would_exceed_counts_more_than_what_they_see()
 
 def test_linear_layers_have_no_reach() -> None:
     assert trace(linear_layers(6), torch.zeros(2, 8)).costs.reach == 0
+
+
+# --- residual sums in the forward around the branches ----------------------------------------------------------------
+
+
+class Summed(nn.Module):
+    """Stages of branches, which modules of their own add to their inputs, or the forward of the network."""
+
+    def __init__(self, blocks: bool) -> None:
+        super().__init__()
+        self.stems = nn.ModuleList(nn.Conv2d(width, 8, 3, padding=1) for width in (3, 8))
+        self.stages = nn.ModuleList(
+            nn.ModuleList(
+                Added() if blocks else nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1))
+                for _ in range(depth)
+            )
+            for depth in (5, 3)
+        )
+        self.blocks, self.head = blocks, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stem, stage in zip(self.stems, self.stages, strict=True):
+            x = F.max_pool2d(torch.relu(stem(x)), 2)
+            for branch in stage:
+                x = branch(x) if self.blocks else x + branch(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.1, 0.25, 0.5, 0.8])
+@pytest.mark.parametrize("total_steps", [None, 1000, 30000])
+def test_the_same_branches_go_wherever_the_sum_is(budget: float, total_steps: int | None) -> None:
+    block, summed = graph_of(Summed(blocks=True)), graph_of(Summed(blocks=False))
+    assert [layer.name for layer in summed.layers] == [layer.name for layer in block.layers]
+    assert all(layer.added for layer in summed.layers)
+    assert not any(layer.added for layer in block.layers)
+    found = [layers_to_remove(graph.costs, Flops(budget), total_steps=total_steps) for graph in (block, summed)]
+    assert found[0] == found[1]
+    assert found[0] or budget > 0.25

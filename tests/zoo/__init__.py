@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import attention, buffers, cnn, large, odd, transformers
+from . import attention, buffers, cnn, large, odd, sums, transformers
 
 __all__ = ["LARGE", "ZOO", "Entry", "call", "cast", "shake", "tensors"]
 
@@ -223,6 +223,11 @@ ZOO: dict[str, Entry] = {
     "partly_written": Entry(buffers.PartlyWritten, _sequence),
     "computed_size": Entry(buffers.ComputedSize, _sequence, whole=("inp",)),
     "outer_product": Entry(buffers.OuterProduct, _sequence, 0.85),
+    # sums
+    "listed_vit": Entry(sums.ListedViT, _image),
+    "listed_mixer": Entry(sums.ListedMixer, _image),
+    "summed_conv_net": Entry(sums.SummedConvNet, _image),
+    "summed_gpt": Entry(sums.SummedGPT, _tokens()),
     # odd
     "shared_conv": Entry(odd.SharedConv, _image),
     "siamese": Entry(odd.Siamese, _pair(_image, _floats(2, 3, 16, 12))),

@@ -81,19 +81,21 @@ class ChannelGroup:
 
 @dataclass(frozen=True)
 class RemovableLayer:
-    """A part of the network that can go as a whole: the identity takes its place.
+    """A part of the network that can go as a whole: the identity takes its place, or zero.
 
     Attributes:
-        name: name of its first module.
+        name: name of its first module; of a branch that is added in the forward around it, of the last one with FLOPs.
         modules: names of the modules that become the identity: a convolution or linear layer with its normalisation and
             activation, or one module around a residual branch.
         num_results: for each of them, the length of the tuple that it returns, 0 for a tensor, and None where one
             tensor is its only argument and its result.
+        added: whether the forward around it adds its result to a stream; then the last module becomes zero.
     """
 
     name: str
     modules: tuple[str, ...]
     num_results: tuple[int | None, ...]
+    added: bool = False
 
     def has(self, name: str) -> bool:
         """Whether a module, parameter or buffer belongs to this layer."""

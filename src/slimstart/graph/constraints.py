@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from slimstart.graph.flow import Flow
 from slimstart.graph.sizes import Attribute, Expression
 
 CONSTANT = 0  # the node of inputs, of parameters that are added, of everything that is not followed: always there
@@ -95,41 +96,6 @@ class OperationCost:
     coefficient: int
     factors: tuple[tuple[Presence, ...], ...]
     module: str
-
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """A tensor as a module met it.
-
-    Attributes:
-        serial: the same for the same tensor object, also where an operation has written into it.
-        nodes: its node ids; None where it is not followed.
-    """
-
-    serial: int
-    shape: torch.Size
-    nodes: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class ModuleCall:
-    """One call of a module.
-
-    Attributes:
-        module: its name.
-        plain: whether it was called with one tensor and nothing else.
-        num_results: length of the tuple that it returned, 0 for a tensor.
-        before: the first argument, if that is a tensor.
-        after: the tensor returned, or the first of a tuple of tensors and None.
-        others: serial numbers of the other tensors of this tuple.
-    """
-
-    module: str
-    plain: bool
-    num_results: int
-    before: Seen | None
-    after: Seen | None
-    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +173,7 @@ class Constraints:
     normed: set[int] = field(default_factory=set)  # nodes whose number an operation divides by
     over_channels: dict[CallKey, ChannelsOfCall] = field(default_factory=dict)  # these operations
     added_parameters: dict[int, str] = field(default_factory=dict)  # nodes that are kept unless they are normed
-    calls: list[ModuleCall] = field(default_factory=list)  # in the order in which they returned
-    last_read: dict[int, int] = field(default_factory=dict)  # serial number of a tensor -> how many calls before
+    flows: dict[bool, Flow] = field(default_factory=dict)  # of the run in training mode, and of the other one
     parameter_sizes: list[tuple[ParameterIndices, Expression, str]] = field(default_factory=list)  # see `resolve`
     parameter_norms: list[tuple[CallKey, int, ParameterIndices]] = field(default_factory=list)
     followers: list[tuple[ParameterIndices, ParameterIndices]] = field(default_factory=list)

@@ -1,16 +1,18 @@
 """Layers that can go as a whole, from the module calls of a trace.
 
-Two kinds of layers can be replaced by the identity:
+Three kinds of layers can go:
 
 - *residual*: a module that adds something to its input, so its output channels have the writers of its input and more.
-  Without it the stream goes on as it was. Streams and masks are not concerned.
-- *sequential*: a convolution or linear layer, with what belongs to it, whose output has the shape of its input. Without
-  it output channel i is input channel i, so the two exist at the same time. What belongs to it is the largest module
-  around it that has no other such layer (a block with a depthwise and a pointwise convolution), or, in a flat chain,
-  the normalisation and activation that follow, and a depthwise convolution that precedes.
+  The identity takes its place, and the stream goes on as it was. Streams and masks are not concerned.
+- *branch*: a module whose result the forward around it adds to a stream, with the modules that only it reads, see
+  `branches.py`. Zero takes its place, and the stream goes on as it was.
+- *sequential*: a convolution or linear layer, with what belongs to it, whose output has the shape of its input. The
+  identity takes its place: output channel i is input channel i, so the two exist at the same time. What belongs to it
+  is the largest module around it that has no other such layer (a block with a depthwise and a pointwise convolution),
+  or, in a flat chain, the normalisation and activation that follow, and a depthwise convolution that precedes.
 
-The layers found are disjoint: of nested residual modules the innermost, unless they leave out parameters of a module
-that has only one of them (an attention block within a transformer layer).
+The layers found are disjoint: of nested residual modules and branches the innermost, unless they leave out parameters
+of a module that has only one of them (an attention block within a transformer layer).
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from slimstart.graph.branches import NoBranchError, branch_of
 from slimstart.graph.channels import RemovableLayer
-from slimstart.graph.constraints import ModuleCall, Presence, when_carried
+from slimstart.graph.constraints import Presence, when_carried
+from slimstart.graph.flow import Flow, ModuleCall
 from slimstart.graph.solver import Atoms, Solver
 
 _FOLLOWERS = frozenset(
@@ -62,14 +66,10 @@ class _Search:
     def __init__(self, solver: Solver, model: nn.Module, reasons: Mapping[str, str]) -> None:
         self.solver, self.constraints, self.reasons = solver, solver.constraints, reasons
         self.modules = dict(model.named_modules())
-        self.calls = self.constraints.calls
-        counts = Counter(call.module for call in self.calls)
-        aliased = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-        self.once = {
-            call.module: call
-            for call in self.calls
-            if counts[call.module] == 1 and aliased[id(self.modules[call.module])] == 1
-        }
+        self.flow = self.constraints.flows[False]
+        self.calls = self.flow.calls
+        self.aliased = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+        self.once = self._called_once(self.flow)
         self.order = {call.module: number for number, call in enumerate(self.calls)}
         self.atoms = {layer: set(self.constraints.writers[key]) for key, layer in self.constraints.layers.items()}
         self.mixing = [call.module for call in self.calls if call.module in self.atoms]
@@ -84,15 +84,26 @@ class _Search:
         self.shared = [names for names in aliases.values() if len(names) > 1]
         self.without_ports = solver.carried_without_ports()
 
+    def _called_once(self, flow: Flow) -> dict[str, ModuleCall]:
+        """The calls of modules with one name that a run calls once."""
+        counts = Counter(call.module for call in flow.calls)
+        return {
+            call.module: call
+            for call in flow.calls
+            if call.module and counts[call.module] == 1 and self.aliased[id(self.modules[call.module])] == 1
+        }
+
     def found(self) -> tuple[list[Found], dict[str, str]]:
-        layers, refused = self._residual()
-        covered = [found.layer for found in layers]
+        accepted, refused = self._residual()
+        refused |= self._branches(accepted)
+        layers = [Found(layer, ()) for layer in accepted.values()]
+        self.covered = list(accepted.values())
         for name in dict.fromkeys(self.mixing):
-            if any(layer.has(name) for layer in covered):
+            if any(layer.has(name) for layer in self.covered):
                 continue
             try:
                 layers.append(self._sequential(name))
-                covered.append(layers[-1].layer)
+                self.covered.append(layers[-1].layer)
             except _RefusedError as error:
                 around = next((reason for module, reason in refused.items() if _within(name, module)), None)
                 refused[name] = around or str(error)
@@ -101,18 +112,17 @@ class _Search:
 
     # --- residual modules --------------------------------------------------------------------------------------------
 
-    def _residual(self) -> tuple[list[Found], dict[str, str]]:
+    def _residual(self) -> tuple[dict[str, RemovableLayer], dict[str, str]]:
         accepted: dict[str, RemovableLayer] = {}
         refused: dict[str, str] = {}
         for call in self.calls:  # inner calls return before outer ones
             name = call.module
             if not name or name not in self.once or not self._adds_to_its_input(call):
                 continue
-            inner = [other for other in accepted if _within(other, name)]
-            rest = [p for p in self.parameters if _within(p, name) and not any(_within(p, other) for other in inner)]
-            if len(inner) > 1 or (inner and not rest):
-                continue
             layer = RemovableLayer(name, (name,), (_results(call),))
+            inner = self._inner(layer, accepted)
+            if inner is None:
+                continue
             try:
                 self._check(layer)
             except _RefusedError as error:
@@ -121,7 +131,13 @@ class _Search:
             for other in inner:
                 del accepted[other]
             accepted[name] = layer
-        return [Found(layer, ()) for layer in accepted.values()], refused
+        return accepted, refused
+
+    def _inner(self, layer: RemovableLayer, accepted: Mapping[str, RemovableLayer]) -> list[str] | None:
+        """The layers within another one, which would take their place; None if they should remain."""
+        inner = [name for name, other in accepted.items() if any(layer.has(module) for module in other.modules)]
+        rest = [p for p in self.parameters if layer.has(p) and not any(accepted[other].has(p) for other in inner)]
+        return None if len(inner) > 1 or (inner and not rest) else inner
 
     def _adds_to_its_input(self, call: ModuleCall) -> bool:
         if call.before is None or call.after is None or call.before.shape != call.after.shape:
@@ -139,6 +155,52 @@ class _Search:
                 return False
             grown |= one != other
         return grown
+
+    # --- branches that are added in the forward around them ----------------------------------------------------------
+
+    def _branches(self, accepted: dict[str, RemovableLayer]) -> dict[str, str]:
+        """Add branches to the accepted layers; returns why others cannot go."""
+        refused: dict[str, str] = {}
+        training = self.constraints.flows.get(True)
+        trained = {} if training is None else self._called_once(training)
+        for name, call in self.once.items():  # inner calls return before outer ones
+            if any(layer.has(name) for layer in accepted.values()):
+                continue
+            try:
+                found = self._branch(self.flow, call, accepted)
+                if found is None:
+                    continue
+                modules = tuple(one.module for one in found)
+                costly = [
+                    module for module in modules if any(_within(c.module, module) for c in self.constraints.costs)
+                ]
+                layer = RemovableLayer((costly or modules)[-1], modules, tuple(map(_results, found)), added=True)
+                inner = self._inner(layer, accepted)
+                if inner is None or not costly:
+                    continue
+                again = self._branch(training, trained[name], accepted) if training and name in trained else None
+                if tuple(one.module for one in again or ()) != modules:
+                    why = "its result is used in another way" if training else "the forward could not be followed"
+                    raise _RefusedError(f"in training mode {why}")
+                self._check(layer)
+            except (_RefusedError, NoBranchError) as error:
+                # Of an activation or dropout, the layer before it should have the reason, too.
+                sources = self.flow.returned.get(call.before.serial, ()) if call.before else ()
+                refused |= dict.fromkeys((name, *(source.module for source in sources)), str(error))
+                continue
+            for other in inner:
+                del accepted[other]
+            accepted[layer.name] = layer
+        return refused
+
+    def _branch(self, flow: Flow, last: ModuleCall, accepted: Mapping[str, RemovableLayer]) -> list[ModuleCall] | None:
+        def may_go(call: ModuleCall) -> bool:
+            known = (module for layer in accepted.values() for module in layer.modules)
+            return call.module in self.once and not any(
+                _within(module, call.module) or _within(call.module, module) for module in known
+            )
+
+        return branch_of(flow, last, may_go)
 
     # --- sequential layers -------------------------------------------------------------------------------------------
 
@@ -177,13 +239,15 @@ class _Search:
         chain = [self.leaves[position]]
         for call in self.leaves[position + 1 :]:
             if _feeds(chain[-1], call):
-                if not self._follows(call):
+                if not self._follows(call) or any(layer.has(call.module) for layer in self.covered):
                     break
                 chain.append(call)
         before: list[ModuleCall] = []
         for call in reversed(self.leaves[:position]):
             if _feeds(call, before[0] if before else chain[0]):
                 if not self._follows(call) and not (self._is_depthwise(call) and self._keeps_channels(call)):
+                    break
+                if any(layer.has(call.module) for layer in self.covered):
                     break
                 before.insert(0, call)
         while before and not self._is_depthwise(before[0]):
@@ -238,12 +302,15 @@ class _Search:
 
     def _check(self, layer: RemovableLayer) -> None:
         """Refuse a layer that is protected, has hooks, or has a tensor that another part of the network has, too."""
+        for name, module in self.modules.items() if layer.added else ():
+            if isinstance(module, nn.TransformerEncoderLayer) and any(_within(part, name) for part in layer.modules):
+                raise _RefusedError("the fused forward of PyTorch's transformer layer reads its weights")
         for name, reason in self.reasons.items():
             if layer.has(name) or any(_within(module, name) for module in layer.modules):
                 raise _RefusedError(reason)
         for name in layer.modules:
-            last = (self.constraints.last_read.get(other, 0) for other in self.once[name].others)
-            if any(number > self.order[name] for number in last):
+            call = self.once[name]
+            if any(number >= call.end for other in call.others for number in self.flow.readers.get(other, ())):
                 raise _RefusedError("another of its results is used")
         if any(self.modules[name]._forward_hooks or self.modules[name]._forward_pre_hooks for name in layer.modules):
             raise _RefusedError("it has forward hooks, which would not run without it")

@@ -32,7 +32,8 @@ from slimstart.devices import cuda_devices
 from slimstart.errors import TraceError
 from slimstart.graph.build import build_graph
 from slimstart.graph.channels import ChannelGraph
-from slimstart.graph.constraints import Constraints, ModuleCall, Seen
+from slimstart.graph.constraints import Constraints
+from slimstart.graph.flow import Flow, ModuleCall, Seen
 from slimstart.graph.multihead import follow_heads
 from slimstart.graph.rules import rule_for
 from slimstart.graph.sizes import Dimension, Shape, Size, plain
@@ -118,6 +119,7 @@ def _traced(
         try:  # parts that run only in training mode (auxiliary heads) read channels too
             reached |= _run_in_training(copied, args, kwargs, constraints)
         except TraceError as error:
+            del constraints.flows[True]
             logger.warning(
                 "the forward in training mode could not be traced, so layers that run only there are not followed: %s",
                 error,
@@ -172,7 +174,8 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
     sizes = {n: t.shape for n, t in named}
     saved = copied.state_dict(keep_vars=True)
     unsaved = frozenset(name for name, _ in copied.named_buffers() if name not in saved)
-    tracer = Tracer(constraints, names, sizes, native, portable, rule_for, training, unsaved)
+    flow = constraints.flows[training] = Flow()
+    tracer = Tracer(constraints, names, sizes, native, portable, rule_for, training, flow, unsaved)
     for name, module in copied.named_modules():
         # The layers of PyTorch follow their tensors; its whole transformer compares its attribute with the input.
         if not type(module).__module__.startswith("torch.") or isinstance(module, nn.Transformer):
@@ -199,7 +202,7 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
             outputs = copied(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model's forward fails on `example_inputs`: {type(error).__name__}: {error}") from error
-    tracer.note_read(_tensors_in(outputs))
+    tracer.note_use("output", _tensors_in(outputs))
     for tensor in _tensors_in(outputs):
         if (value := tracer.activation(tensor)) is not None:
             constraints.freeze(value.nodes, "it is an output of the network")
@@ -255,22 +258,23 @@ def _tensors_in(outputs: Any, depth: int = 4) -> Iterator[Tensor]:
 def _listening(tracer: Tracer, model: nn.Module) -> Iterator[None]:
     """Follow what `model` computes within this context."""
 
-    first_arguments: list[Seen | None] = []
+    flow = tracer.flow
+    entered: list[tuple[Seen | None, int]] = []
 
     def enter(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         tracer.modules.append(name)
         tracer.reached.add(name)
-        first_arguments.append(tracer.seen(args[0]) if args and tracer.count_costs else None)
+        entered.append((tracer.seen(args[0]) if args else None, len(flow.operations)))
 
     def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        name, before = tracer.modules.pop(), first_arguments.pop()
-        if tracer.count_costs:
-            first, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, ())
-            if not all(isinstance(other, Tensor | None) for other in others):
-                first = None
-            serials = tuple(seen.serial for seen in map(tracer.seen, others) if seen is not None)
-            number, alone = len(result) if isinstance(result, tuple) else 0, len(args) == 1 and not kwargs
-            tracer.constraints.calls.append(ModuleCall(name, alone, number, before, tracer.seen(first), serials))
+        name, (before, begin) = tracer.modules.pop(), entered.pop()
+        first, others = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, ())
+        if not all(isinstance(other, Tensor | None) for other in others):
+            first = None
+        serials = tuple(seen.serial for seen in map(tracer.seen, others) if seen is not None)
+        number, alone = len(result) if isinstance(result, tuple) else 0, len(args) == 1 and not kwargs
+        after, end = tracer.seen(first), len(flow.operations)
+        flow.calls.append(ModuleCall(name, alone, number, before, after, serials, begin, end))
 
     handles: list[Any] = []
     for name, module in model.named_modules():
@@ -294,6 +298,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _SHAPES:
+            self.tracer.note_use("size", args[:1])
         if func == Tensor.shape.__get__ or func == Tensor.size:  # type: ignore[attr-defined]
             return self._shape(func, args, kwargs)
         outer, self.tracer.written = self.tracer.written, (func, args, kwargs)
@@ -302,6 +308,7 @@ class _Functions(TorchFunctionMode):
             self.tracer.over_channels[self.tracer.modules[-1]] += 1
         if name in _ESCAPES:
             self.tracer.keep_all(args[:1], f"it leaves PyTorch ({name})")
+            self.tracer.note_use(name, args[:1])
         for size in self._used_as_numbers(name, args, kwargs):
             self.tracer.size_used(size.expression)
         try:
@@ -334,6 +341,12 @@ class _Functions(TorchFunctionMode):
         return Shape(sizes)
 
 
+_SHAPES = frozenset(
+    (
+        *(Tensor.shape.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
+    )
+)
 _ARITHMETIC = frozenset(
     "add radd iadd sub rsub isub mul rmul imul multiply div rdiv divide truediv rtruediv itruediv true_divide pow "
     "rpow".split()
@@ -368,8 +381,16 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, tracer = kwargs or {}, self.tracer
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        count = len(tracer.flow.operations)
+        result = self._followed(func, args, kwargs, tensors)
+        if len(tracer.flow.operations) == count:  # otherwise those that it is decomposed into are recorded
+            tracer.note_operation(func, (args, kwargs), tensors, result)
+        return result
+
+    def _followed(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """The result of an operation, of which the tracer has been told."""
+        tracer = self.tracer
         tracer.used.update(tracer.names[id(tensor)] for tensor in tensors if id(tensor) in tracer.names)
-        tracer.note_read(tensors)
         name = func._schema.name.removeprefix("aten::")
         if tracer.averages:
             tracer.keep_averaged(tensors)

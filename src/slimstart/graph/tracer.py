@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.constraints import Constraints, Count, ParameterIndices, Presence, Seen
+from slimstart.graph.constraints import Constraints, Count, ParameterIndices, Presence
+from slimstart.graph.flow import Flow, Operation, Seen
 from slimstart.graph.sizes import Attribute, Dimension, Expression, Size, plain
 
 OVER_CHANNELS = frozenset(
@@ -71,6 +73,26 @@ def shape_of(tensor: Tensor) -> torch.Size:
     """The shape of a tensor, also while the user's forward would be given sizes that report what is done with them."""
     with torch._C.DisableTorchFunction():
         return tensor.shape
+
+
+_SCALING = frozenset(
+    {"mul", "dropout", "native_dropout", "to", "_to_copy", "clone", "contiguous"}
+)  # div, too, for what is divided
+
+
+def _keeps_zero(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a pointwise function of one tensor is zero at zero; found by running it."""
+    args, kwargs = tree_map_only(Tensor, lambda one: one.new_zeros(()), (args, kwargs))
+    try:
+        outcome = func(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False
+    return isinstance(outcome, Tensor) and bool((outcome == 0).all())
+
+
+def _keeps_shape(tensors: Sequence[Tensor], fixed: Sequence[bool], results: Sequence[Tensor]) -> bool:
+    """Whether the first result has the shape of the tensor that is not fixed."""
+    return bool(results) and shape_of(results[0]) == shape_of(tensors[fixed.index(False)])
 
 
 def _address(tensor: Tensor) -> int:
@@ -131,6 +153,7 @@ class Tracer:
         portable: names of the native layers that can be given ports.
         rule_for: finds the rule of an operation.
         training: the mode of this run; operations enter the cost table in evaluation mode only.
+        flow: the operations and module calls of this run.
         unsaved: names of buffers that state dicts leave out.
         shapes: the attributes `normalized_shape` of modules, by name of the module.
         modules: names of the modules that run now, the innermost last.
@@ -153,6 +176,7 @@ class Tracer:
     portable: set[str]
     rule_for: Callable[[Any], Callable[[Tracer, Call], None] | None]
     training: bool
+    flow: Flow = field(default_factory=Flow)
     unsaved: frozenset[str] = frozenset()
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     modules: list[str] = field(default_factory=lambda: [""])
@@ -250,17 +274,61 @@ class Tracer:
         """A tensor as it is now; None for anything else."""
         if not isinstance(tensor, Tensor):
             return None
+        value = self.activation(tensor)
+        return Seen(self._serial(tensor), shape_of(tensor), None if value is None else value.nodes)
+
+    def _serial(self, tensor: Tensor) -> int:
         serial: int | None = self._serials.get(tensor)
         if serial is None:
             serial = self._serials[tensor] = next(self._count)
-        value = self.activation(tensor)
-        return Seen(serial, shape_of(tensor), None if value is None else value.nodes)
+        return serial
 
-    def note_read(self, tensors: Iterable[Tensor]) -> None:
-        """Note that an operation reads these tensors, or the network returns them."""
-        if self.count_costs:
-            found = (self._serials.get(tensor) for tensor in tensors)
-            self.constraints.last_read.update((s, len(self.constraints.calls)) for s in found if s is not None)
+    def note_use(self, name: str, found: Iterable[Any]) -> None:
+        """Record a use of tensors that is no operation; anything else is ignored."""
+        serials = tuple(self._serial(one) for one in found if isinstance(one, Tensor))
+        self.flow.operations.append(Operation(name, serials))
+
+    def note_operation(self, func: Any, arguments: Any, tensors: Sequence[Tensor], result: Any) -> None:
+        """Record an operation.
+
+        Args:
+            arguments: its arguments, those by position and those by name.
+            tensors: the tensors among them.
+        """
+        name = func._schema.name.removeprefix("aten::")
+        reads = tuple(map(self._serial, tensors))
+        in_place = func._schema.is_mutable
+        results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        parameters = [self.parameter(tensor) for tensor in tensors]
+        fixed = [value is not None for value in parameters]
+        streams: tuple[int, ...] = ()
+        if name in ("add", "add_") and len(tensors) == 2 and not any(fixed):
+            (first, second), numbers = (
+                tensors,
+                [leaf for leaf in tree_flatten(arguments)[0] if not isinstance(leaf, Tensor)],
+            )
+            if shape_of(first) == shape_of(second) == shape_of(result) and all(number == 1 for number in numbers):
+                streams = reads[:1] if in_place else reads
+        others = [serial for serial, one in zip(reads, fixed, strict=True) if not one]
+        pointwise = torch.Tag.pointwise in func.tags
+        unary = len(tensors) == 1 and not in_place and (pointwise or name == "dropout")
+        scales = name in _SCALING or (name == "div" and not fixed[0]) or (unary and _keeps_zero(func, *arguments))
+        scaled = others[0] if scales and len(others) == 1 and _keeps_shape(tensors, fixed, results) else None
+        matrices = [tensor for tensor, one in zip(tensors, fixed, strict=True) if one and tensor.dim() > 1]
+        self.flow.operations.append(
+            Operation(
+                name=name,
+                reads=reads,
+                addresses=tuple(map(_address, tensors)),
+                results=tuple(map(self._serial, results)),
+                streams=streams,
+                scaled=scaled,
+                unary=unary,
+                in_place=in_place,
+                weighs=bool(matrices) and not pointwise,
+                parameters=tuple(value.source for value in parameters if value is not None and value.source),
+            )
+        )
 
     def set(self, tensor: Tensor, nodes: Tensor) -> None:
         """Set the nodes of a tensor: a field with its number of dimensions, of length one where nothing changes."""

@@ -22,7 +22,7 @@ from slimstart.errors import CheckpointError
 from slimstart.io import atomic
 from slimstart.io.files import read_bytes
 from slimstart.narrow.compact import RECORD, Record, read_count, tensor_names, tensor_places, write_count
-from slimstart.narrow.removed_layers import MAX_RESULTS, replacement
+from slimstart.narrow.removed_layers import checked, replacement
 from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, set_port
 
 _FORMAT = "slimstart.network/1"
@@ -148,11 +148,11 @@ def _read_structure(path: Path, waiting: Path, max_bytes: int) -> dict[str, Any]
 @torch.no_grad()
 def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str, Any]) -> None:
     known = structure.get("removed", {})  # not in the oldest files
-    removed = {str(name): None if n is None else _number(n, MAX_RESULTS) for name, n in known.items()}
+    removed = {str(name): checked(instead) for name, instead in known.items()}
     if "" in removed:
         raise ValueError("the network itself is removed")
-    for name, num_results in removed.items():
-        network.set_submodule(name, replacement(network.get_submodule(name), num_results))
+    for name, instead in removed.items():
+        network.set_submodule(name, replacement(network.get_submodule(name), instead))
     dense = tensor_names(network)
     shapes = {name: list(tensor.shape) for name, tensor in dense.items()}
     if odd := sorted(shapes.keys() ^ structure["dense"].keys()) or sorted(
@@ -185,7 +185,7 @@ def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str
 
 
 def _number(value: Any, most: int) -> int:
-    """A checked number of channels or results."""
+    """A checked number of channels."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{reprlib.repr(value)} is no number from 0 to {most}")
     return value

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from slimstart.graph import ChannelGraph, Port, Selection
 from slimstart.narrow.kept_norms import over_kept_channels
-from slimstart.narrow.removed_layers import PassThrough, modules_of, replacement
+from slimstart.narrow.removed_layers import Instead, PassThrough, modules_of, replacement
 from slimstart.narrow.stream_ports import BUFFERS, Dims, Side, close_port, set_port
 
 RECORD = "_slimstart_record"
@@ -33,12 +35,12 @@ class Record:
     Attributes:
         counted: (module, attribute) pairs that count channels.
         dense: the shapes of the dense model's tensors, without those of removed layers.
-        removed: modules that are the identity now, with the `num_results` of `RemovableLayer`.
+        removed: modules that are gone, with what takes their places.
     """
 
     counted: tuple[tuple[str, str], ...]
     dense: dict[str, tuple[int, ...]]
-    removed: dict[str, int | None]
+    removed: dict[str, Instead]
 
 
 def tensor_names(model: nn.Module) -> dict[str, Tensor]:
@@ -85,9 +87,9 @@ def narrow_copy(
     # remain shared.
     memo: dict[int, object] = {}
     removed = dict(modules_of(selection.graph.removed))
-    for name, num_results in removed.items():
+    for name, instead in removed.items():
         gone = model.get_submodule(name)
-        memo[id(gone)] = replacement(gone, num_results)
+        memo[id(gone)] = replacement(gone, instead)
     tensors = tensor_names(model)
     for name in selection.graph.tensors:
         narrow = narrow_tensor(selection, name, dense[name].detach(), plain).to(device or dense[name].device)
@@ -194,13 +196,18 @@ def masked(model: nn.Module, selection: Selection) -> nn.Module:
     """The masked dense network: a full-size copy in which every entry that the selection drops is zero.
 
     Filters, normalisation rows and readers' columns are zero together, so a dropped channel is zero wherever channels
-    are mixed or added. Removed layers are gated: they return their input. Norms that shrink run over kept channels.
+    are mixed or added. Removed layers are gated: they return their input, or zeros of the shape of their result where
+    the forward around them adds that to a stream. Norms that shrink run over kept channels.
     This is what a narrow network must equal.
     """
     module = copy.deepcopy(model)
-    for name, num_results in modules_of(selection.graph.removed):
-        layer = module.get_submodule(name)
-        layer.forward = PassThrough(num_results or 0).forward
+    for layer in selection.graph.removed:
+        if layer.added:  # the other modules of a branch run, for no reader
+            last = module.get_submodule(layer.modules[-1])
+            last.forward = partial(_gated, last.forward)
+            continue
+        for name, num_results in zip(layer.modules, layer.num_results, strict=True):
+            module.get_submodule(name).forward = PassThrough(num_results or 0).forward
     with torch.no_grad():
         for name, tensor in tensor_names(module).items():
             for dim, kept in selection.indices(name).items():
@@ -209,6 +216,11 @@ def masked(model: nn.Module, selection: Selection) -> nn.Module:
                 tensor.index_fill_(dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
     over_kept_channels(module, selection)
     return module
+
+
+def _gated(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a forward, with zeros in place of its tensors."""
+    return tree_map_only(Tensor, torch.zeros_like, forward(*args, **kwargs))
 
 
 # --- attributes that count channels ----------------------------------------------------------------------------------

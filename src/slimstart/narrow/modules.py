@@ -59,9 +59,9 @@ class Network:
         self.ports = {name: module.get_submodule(name) for name in ports_in(graph)}
         self._removable = {
             name: _Place(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], original, identity)
-            for name, num_results in modules_of(graph.layers)
+            for name, instead in modules_of(graph.layers)
             for original in [module.get_submodule(name)]
-            for identity in [replacement(original, num_results)]
+            for identity in [replacement(original, instead)]
         }
 
     def tensor(self, name: str) -> Tensor:

@@ -18,7 +18,7 @@ from slimstart.graph import ChannelGraph, trace
 from slimstart.narrow.change import Change
 from slimstart.narrow.compact import read_count, tensor_names, tensor_places, write_count
 from slimstart.narrow.hooks import hooks_in
-from slimstart.narrow.removed_layers import MAX_RESULTS, modules_of, replacement
+from slimstart.narrow.removed_layers import Instead, checked, modules_of, replacement
 from slimstart.narrow.store import is_dense
 from slimstart.narrow.stream_ports import PORT
 
@@ -95,9 +95,9 @@ def shrink_to(model: nn.Module, state_dict: Mapping[str, Any], example_inputs: A
             change.set(module, attribute, number)
     for (path, attribute), number in attributes.items():
         change.call(write_count, model.get_submodule(path), attribute, int(number))
-    for path, num_results in identities.items():
+    for path, instead in identities.items():
         parent, _, key = path.rpartition(".")
-        identity = replacement(model.get_submodule(path), num_results)
+        identity = replacement(model.get_submodule(path), checked(instead))
         change.put(model.get_submodule(parent)._modules, key, identity)
     change.apply()
     return model
@@ -124,9 +124,9 @@ def _checked(metadata: Any, model: nn.Module) -> dict[str, Any]:
             name in known and type(number) is int and number >= 0 and type(read_count(known[name], attribute)) is int
             for (name, attribute), number in metadata.get("attributes", {}).items()
         )
-        for name, number in metadata.get("identities", {}).items():
+        for name, instead in metadata.get("identities", {}).items():
             fits = fits and bool(name) and name in known
-            fits = fits and (number is None or (type(number) is int and 0 <= number <= MAX_RESULTS))
+            checked(instead)
     except (AttributeError, TypeError, ValueError):
         fits = False
     if not fits:
@@ -138,8 +138,8 @@ def _checked(metadata: Any, model: nn.Module) -> dict[str, Any]:
 
 def _removed(
     graph: ChannelGraph | None, persistent: Collection[str], state_dict: Mapping[str, Any]
-) -> dict[str, int | None]:
-    """The modules that the identity replaces: those of removable layers of which the state dict has no tensor."""
+) -> dict[str, Instead]:
+    """The modules of removable layers of which the state dict has no tensor, and what takes their places."""
     layers = () if graph is None else graph.layers
     own = {layer: [key for key in persistent if layer.has(key)] for layer in layers}
     gone = [layer for layer, keys in own.items() if keys and not any(key in state_dict for key in keys)]

@@ -14,10 +14,10 @@ the one at the size of the feature map at which most layers are left, such as a 
 residual stage; then the last one: layers on small feature maps add least. At every size of the feature map at least one
 layer with weights remains.
 
-The remaining convolutions see enough of the image. A k x k convolution with dilation d widens what one output depends on
-by (k - 1) d of its inputs, which are a fraction (k - 1) d / n of an image of n x n such inputs. The sum of these
-fractions remains at least 3/4, or half of the dense network's where that is less. It matters in networks of few stages:
-those with many see all of the image in any case, and to networks without such convolutions it does not apply.
+The convolutions that remain see enough of the image. A k x k convolution with dilation d widens what one output depends
+on by (k - 1) d of its n x n inputs, a fraction (k - 1) d / n of the image. The sum of these fractions remains at least
+3/4, or half of the dense network's where that is less. This matters in networks of few stages: those of many stages see
+all of the image in any case, and it does not apply to networks without such convolutions.
 
 The constants are from networks of equal FLOPs, trained for 40 epochs of CIFAR-10, CIFAR-100 and Tiny ImageNet
 (`benchmarks/structures`).
