@@ -652,8 +652,29 @@ def test_a_group_with_unobserved_readers_keeps_its_width(how: str) -> None:
         sparse.step(loss_fn, *batch(number))
     after = widths(sparse)
     assert abs(after[0] - before[0]) <= 1  # what rounding leaves of the budget is given out
-    assert (after[1:] == before[1:]) == (how == "frozen later")  # half of the truth would be none
+    assert after[1:] != before[1:]  # the other groups are learned
     assert sparse.settled
+
+
+def test_layers_of_another_optimizer_may_be_frozen_in_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = chain()
+    halves = [list(model[:2].parameters()), list(model[2:].parameters())]
+    optimizers = [AdamW(half, lr=1e-2) for half in halves]
+    policy = EqualWorth(resample_every=1)
+    sparse = SparseTraining(model, optimizers, batch(0)[0][:1], Flops(0.3), policy=policy)
+    before = widths(sparse)
+    for number in range(16):  # as in GANs: each in turn
+        loss_fn(model, *batch(number)).backward()
+        for optimizer, others in zip(optimizers, reversed(halves), strict=True):
+            for parameter in others:
+                parameter.requires_grad_(False)
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in others:
+                parameter.requires_grad_(True)
+    assert sparse.settled
+    assert widths(sparse) != before
+    assert "frozen" not in caplog.text
 
 
 class Tied(nn.Module):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class UnitGradients:
         self._readers = [reader for reader in found if reader.weight in trained]
         self.unobservable = _unobservable(graph, model, example_inputs, found, self._readers)
         self._sum: Tensor | None = None
+        self._freeze: Callable[[Tensor], None] | None = None
 
     @classmethod
     def for_learner(
@@ -88,6 +89,7 @@ class UnitGradients:
                 "Linear layer"
             )
         learner.to(device)
+        gradients._freeze = learner.freeze
         return gradients
 
     def prepare(self, networks: Networks) -> None:
@@ -99,14 +101,15 @@ class UnitGradients:
     def add(self, optimizer: Optimizer, networks: Networks) -> None:
         """Add the gradients of one optimizer's parameters, just before it steps."""
         parameters = networks.network.parameters
-        if not all(parameters[reader.weight].requires_grad for reader in self._readers):
-            self._sum = None  # a layer has been frozen: a part of the sum would be misleading
-            return
         own = held_by([optimizer])
+        # Of another optimizer's layers, which some trainers freeze while this one steps, nothing is asked.
+        mine = [reader for reader in self._readers if id(parameters[reader.weight]) in own]
+        if frozen := [reader for reader in mine if not parameters[reader.weight].requires_grad]:
+            self._give_up(frozen)
         columns, units = [], []
-        for reader in self._readers:
+        for reader in mine:
             weight = parameters[reader.weight]
-            if weight.grad is not None and id(weight) in own:  # an unused layer has no gradient
+            if weight.grad is not None:  # an unused layer has no gradient
                 others = [dim for dim in range(weight.dim()) if dim != reader.dim]
                 kind = torch.promote_types(weight.dtype, torch.float32)
                 columns.append((weight * weight.grad).sum(others, dtype=kind).double())
@@ -119,6 +122,22 @@ class UnitGradients:
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own kernel, later
         gradients = gradients if scale is None else gradients / scale
         self._sum = gradients if self._sum is None else self._sum + gradients
+
+    def _give_up(self, frozen: Sequence[Reader]) -> None:
+        """Keep the widths of all groups that layers read which are no longer trained: a part of a sum would mislead."""
+        lost = self.unobservable.clone()
+        for reader in frozen:
+            lost[reader.units[reader.units >= 0]] = True
+        if not torch.equal(lost, self.unobservable):
+            self.unobservable = lost
+            if self._freeze is not None:
+                self._freeze(lost)
+            names = sorted({reader.layer or reader.weight for reader in frozen})
+            logger.warning(
+                "the widths before %s are kept from now on, because a layer that reads them was frozen "
+                "(`requires_grad`) while the structure is learned",
+                ", ".join(names),
+            )
 
     def take(self) -> Tensor | None:
         """(U,) float64, the sum of the iteration, or None; the next iteration begins."""
