@@ -54,7 +54,7 @@ def build_graph(constraints: Constraints, model: nn.Module, reasons: Mapping[str
         axes[tuple(map(when_carried, port.nodes))] = None
     for cost in constraints.costs:
         axes.update(dict.fromkeys(cost.factors))
-    for _, presences in constraints.over_channels.values():
+    for _, presences in (constraints.over_channels | constraints.over_rows).values():
         axes[presences] = None
     groups = solver.guarantee_channels(list(axes))
     removable = find_removable(solver, model, reasons)
@@ -173,7 +173,7 @@ def _write_graph(
         if (axis := tables.axis(found)) is not None:
             counted[key] = Counter(axis, tables.carried_axis(found), dense)
     over_channels = {}
-    for call, (dim, presences) in constraints.over_channels.items():
+    for call, (dim, presences) in (constraints.over_channels | constraints.over_rows).items():
         if (axis := tables.axis(presences)) is not None:
             over_channels[call] = (dim, axis)
 

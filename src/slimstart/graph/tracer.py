@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.constraints import Constraints, Count, ParameterIndices, Presence, Seen
+from slimstart.graph.constraints import CallKey, Constraints, Count, ParameterIndices, Presence, Seen
 from slimstart.graph.sizes import Attribute, Dimension, Expression, Size, plain
 
 OVER_CHANNELS = frozenset(
-    "layer_norm rms_norm group_norm batch_norm mean var std var_mean std_mean norm linalg_norm "
-    "linalg_vector_norm scaled_dot_product_attention".split()
+    "layer_norm rms_norm group_norm batch_norm mean var std var_mean std_mean sum norm linalg_norm linalg_vector_norm "
+    "scaled_dot_product_attention _weight_norm".split()
 )
 """Functions whose result depends on the number of channels they run over, which may be those that exist.
 
-Attention has a scale that depends on it.
+Attention has a scale that depends on it, and weight norm divides every filter by its own length.
 """
 
 
@@ -337,6 +337,11 @@ class Tracer:
         )
         return module if home == module or tied else None
 
+    @property
+    def call_key(self) -> CallKey:
+        """The present call of a function in `OVER_CHANNELS`, which `narrow.kept_norms` numbers alike."""
+        return self.training, self.modules[-1], self.over_channels[self.modules[-1]] - 1
+
     def shrinks_over(self, tensor: Tensor, dim: int) -> tuple[Presence, ...] | None:
         """Let the present operation run over the channels that exist; None where it has to run over all of them.
 
@@ -349,11 +354,9 @@ class Tracer:
         value, name = self.activation(tensor), getattr(self.written[0], "__name__", "") if self.written else ""
         if self.constraints.norms == "keep" or name not in OVER_CHANNELS or value is None or value.varies() != [dim]:
             return None
-        module = self.modules[-1]
-        call = (self.training, module, self.over_channels[module] - 1)
-        if call in self.constraints.whole_norms:
+        if self.call_key in self.constraints.whole_norms:
             return None
-        return self.constraints.normalise(call, dim - tensor.dim(), value.nodes.reshape(-1).tolist())
+        return self.constraints.normalise(self.call_key, dim - tensor.dim(), value.nodes.reshape(-1).tolist())
 
     def parameter_writes(self, parameter: Value, dim: int, dims: int) -> Tensor | None:
         """The nodes of a parameter that is added to channels along `dim`, or concatenated; None if it cannot shrink.

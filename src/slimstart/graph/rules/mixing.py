@@ -254,7 +254,7 @@ def _added_product(tracer: Tracer, added: Tensor, first: Tensor, second: Tensor,
     if tracer.value(added) is not None or not alike or left.shape[1] > 1 or right.shape[2] > 1:
         tracer.keep_all([added, first, second], "a product that is not followed")
         return _cost(tracer, total)
-    meet = pairwise(left, right.transpose(1, 2), tracer.constraints.multiplied)
+    meet = _contracted(tracer, left, right.transpose(1, 2))
     for nodes in (left, right):
         _same_heads(tracer, nodes)
     return _cost(tracer, total, [when_carried(node) for node in meet.reshape(-1).tolist()])
@@ -324,7 +324,7 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
         nodes = left if rows else right
         tracer.set(result, nodes.view(nodes.shape[3 - result.dim() :]))
         return _cost(tracer, total, [when_carried(node) for node in nodes.reshape(-1).tolist()])
-    meet = pairwise(left[:, :1, :], right[:, :, :1].transpose(1, 2), tracer.constraints.multiplied)
+    meet = _contracted(tracer, left[:, :1, :], right[:, :, :1].transpose(1, 2))
     _whole_heads(tracer, left)
     _whole_heads(tracer, right)
     batch = meet[:, :, :1]
@@ -339,6 +339,16 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     elif sizes["k"][0] > 1:
         factors.append([when_carried(node) for node in meet.reshape(-1).tolist()])
     return _cost(tracer, total, *factors)
+
+
+def _contracted(tracer: Tracer, left: Tensor, right: Tensor) -> Tensor:
+    """The nodes of the products (b, 1, k) over which a matrix product sums; where neither factor is zero, all count."""
+    constraints = tracer.constraints
+    if left.shape[0] == right.shape[0] == 1 < left.shape[2]:  # not of heads, which go as a whole, with their products
+        pairs = zip(left.flatten().tolist(), right.expand(left.shape).flatten().tolist(), strict=True)
+        both = [node for pair in pairs if constraints.nonzero.issuperset(pair) for node in pair]
+        constraints.keep_all(both, "a product sums over it, where a channel that is dropped need not be zero")
+    return pairwise(left, right, constraints.multiplied)
 
 
 def _whole_heads(tracer: Tracer, nodes: Tensor) -> None:
