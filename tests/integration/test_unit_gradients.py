@@ -50,14 +50,14 @@ def gates_by_autograd(sparse: SparseTraining, images: Tensor, labels: Tensor) ->
     graph = trace(small, images[:1], "stream")
     gates = torch.ones(graph.num_units, dtype=torch.float64, requires_grad=True)
     modules = dict(small.named_modules())
-    for reader in readers(graph, small):
+    for reader in (*readers(graph, small), *functional_readers(graph, small)):
         every = torch.where(reader.units < 0, torch.ones(()), gates[reader.units.clamp(min=0)])
 
         def gated(layer: nn.Module, inputs: tuple[Tensor], every: Tensor = every) -> Tensor:
             (x,) = inputs
             return x * (every.view(1, -1, 1, 1) if x.dim() == 4 else every)
 
-        modules[reader.layer].register_forward_pre_hook(gated)
+        modules[reader.layer.partition(".parametrizations")[0]].register_forward_pre_hook(gated)
     (found,) = torch.autograd.grad(loss_fn(small, images, labels), gates)
     gradients = torch.zeros(len(mask), dtype=torch.float64)
     gradients[mask] = found
@@ -635,6 +635,25 @@ def chain(*more: nn.Module) -> nn.Sequential:
 
 def widths(sparse: SparseTraining) -> list[int]:
     return torch.bincount(sparse.graph.costs.unit_group[sparse.mask]).tolist()
+
+
+def test_gates_under_weight_norm() -> None:
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(
+        *(normed(nn.Conv2d(3, 12, 3)), nn.ReLU(), normed(nn.Conv2d(12, 12, 3)), nn.ReLU()),
+        *(normed(nn.ConvTranspose2d(12, 12, 3)), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        normed(nn.Linear(12, 10)),
+    ).double()
+    optimizer = SGD(model.parameters(), lr=0.02)
+    sparse = SparseTraining(model, optimizer, batch(0)[0][:1], Flops(0.6), policy=Notes())
+    assert isinstance(sparse.learner, NotesLearner)
+    assert not sparse.learner.frozen.any()
+    for number in range(3):
+        expected = gates_by_autograd(sparse, *batch(number))
+        sparse.step(loss_fn, *batch(number))
+        assert expected.abs().max() > 1e-4
+        assert torch.allclose(sparse.learner.observed[-1], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("how", ["frozen", "left out", "frozen later"])

@@ -62,7 +62,8 @@ class UnitGradients:
         held = held_by(optimizers)
         trained = {name for name, p in named.items() if p.requires_grad and id(p) in held}
         found = [*readers(graph, model), *functional_readers(graph, model)]
-        self._readers = [reader for reader in found if reader.weight in trained]
+        self._readers = [reader for reader in found if reader.weight in trained and reader.length in {None, *trained}]
+        self._lengths = {reader.length: named[reader.length] for reader in self._readers if reader.length is not None}
         self.unobservable = _unobservable(graph, model, example_inputs, found, self._readers)
         self._sum: Tensor | None = None
         self._freeze: Callable[[Tensor], None] | None = None
@@ -112,7 +113,10 @@ class UnitGradients:
             if weight.grad is not None:  # an unused layer has no gradient
                 others = [dim for dim in range(weight.dim()) if dim != reader.dim]
                 kind = torch.promote_types(weight.dtype, torch.float32)
-                columns.append((weight * weight.grad).sum(others, dtype=kind).double())
+                products = weight * weight.grad
+                if reader.length is not None:
+                    products = products + _radial(weight, self._lengths[reader.length])
+                columns.append(products.sum(others, dtype=kind).double())
                 units.append(networks.units_along(reader.axis))
         if not columns:
             return
@@ -143,6 +147,19 @@ class UnitGradients:
         """(U,) float64, the sum of the iteration, or None; the next iteration begins."""
         found, self._sum = self._sum, None
         return found
+
+
+def _radial(direction: Tensor, length: Tensor) -> Tensor:
+    r"""What the gradient of a direction under weight norm lacks: its part along the direction.
+
+    With :math:`w = g v / |v|`, each product :math:`w \, \partial L / \partial w` is
+    :math:`v \, \partial L / \partial v + (v / |v|)^2 \, g \, \partial L / \partial g`.
+    """
+    if length.grad is None:
+        return torch.zeros_like(direction)
+    over = [dim for dim in range(direction.dim()) if length.shape[dim] == 1]
+    squares = direction.square()
+    return squares / squares.sum(over, keepdim=True) * (length * length.grad)
 
 
 def _unobservable(
@@ -194,7 +211,7 @@ def _is_vector(parameter: Tensor) -> bool:
     return parameter.numel() == max(parameter.shape, default=1)
 
 
-_PRODUCTS = frozenset("mul rmul imul multiply".split())
+_PRODUCTS = frozenset("mul rmul imul multiply weight_norm".split())  # of which a factor has an entry per channel
 
 
 class _Uses(TorchFunctionMode):
