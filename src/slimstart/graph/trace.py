@@ -343,7 +343,7 @@ _ARITHMETIC = frozenset(
 _ESCAPES = frozenset({"numpy", "__array__", "tolist", "__dlpack__", "data_ptr"})
 _COSTLY = frozenset(
     "matmul einsum linear mm addmm bmm baddbmm conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d "
-    "conv_transpose3d scaled_dot_product_attention tensordot inner mv dot".split()
+    "conv_transpose3d scaled_dot_product_attention tensordot inner mv dot mkldnn_rnn_layer _cudnn_rnn".split()
 )  # counted even where nothing in them can shrink
 
 

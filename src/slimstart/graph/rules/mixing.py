@@ -358,6 +358,15 @@ def _whole_heads(tracer: Tracer, nodes: Tensor) -> None:
         tracer.constraints.layouts.append(Layout(nodes, (None,) * 3, rigid, "a head is multiplied as a whole"))
 
 
+@register_rule("mkldnn_rnn_layer", "_cudnn_rnn")
+def recurrent(tracer: Tracer, call: Call) -> None:
+    """Recurrent layers in one operation, of which nothing can shrink; with others they are sums of matrix products."""
+    weights = call.arguments.get("weight") or [call["weight0"], call["weight1"]]
+    tracer.keep_all([call["input"], *weights], "it enters a recurrent layer")
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    _cost(tracer, call["input"].shape[:-1].numel() * matrices)
+
+
 @register_rule("scaled_dot_product_attention")
 def attention(tracer: Tracer, call: Call) -> None:
     """Attention, from which whole heads are removed: query heads together with their key and value heads.
