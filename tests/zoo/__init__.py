@@ -275,6 +275,7 @@ ZOO: dict[str, Entry] = {
     "bilinear_layer": Entry(odd.BilinearLayer, _pair(_floats(2, 6), _floats(2, 5))),
     "softmax_inside": Entry(odd.SoftmaxInside, _image, whole=("first",)),
     "expert_mixture": Entry(odd.ExpertMixture, _floats(2, 12), whole=("gate",)),
+    "grouped_upsampling": Entry(cnn.GroupedUpsampling, _image, 0.95),
     "dropout2d": Entry(odd.Dropout2dNet, _image),
     "bilinear_pooling": Entry(odd.BilinearPooling, _image),
     "einsum_contraction": Entry(odd.EinsumContraction, _image),

@@ -80,7 +80,10 @@ def _found(graph: ChannelGraph, model: nn.Module) -> Iterator[Reader]:
         layer = name.rpartition(".")[0]
         if parameter.dim() < 2 or not isinstance(modules[layer], LAYERS):
             continue
-        dim = 0 if isinstance(modules[layer], _ConvTransposeNd) else 1
+        module = modules[layer]
+        dim = 0 if isinstance(module, _ConvTransposeNd) else 1
+        if isinstance(module, _ConvTransposeNd) and module.groups > 1:  # dropped with the unit, as depthwise ones are
+            continue
         for piece in graph.tensors.get(name, ()):
             if piece.dim == dim:
                 yield Reader(layer, name, dim, piece.axis, graph.units_along(piece.axis))

@@ -169,7 +169,8 @@ def convolution(tracer: Tracer, call: Call) -> None:
         if depthwise is not None:
             attributes(depthwise[0], depthwise[1], depthwise[0])
         return _cost(tracer, total, *((depthwise[0],) if depthwise else ()))
-    kernels = _grouped(tracer, tensor, dim, weight, bias, call.result, groups, transposed)
+    follow = _grouped_transposed if transposed else _grouped
+    kernels = follow(tracer, tensor, dim, weight, bias, call.result, groups)
     if kernels is None:
         return _cost(tracer, total)
     inputs, outputs = kernels
@@ -178,17 +179,15 @@ def convolution(tracer: Tracer, call: Call) -> None:
 
 
 def _grouped(
-    tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, bias: Tensor | None, result: Tensor, groups: int,
-    transposed: bool,
-) -> tuple[list[Presence], list[Presence]] | None:  # fmt: skip
+    tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, bias: Tensor | None, result: Tensor, groups: int
+) -> tuple[list[Presence], list[Presence]] | None:
     """Follow a grouped convolution: all inputs and outputs of a kernel group are removed together."""
     value, bias_value, nodes = tracer.parameter(weight), tracer.parameter(bias), tracer.channels(tensor, dim)
     module = tracer.boundary(value.source) if value is not None else None
     computed = bias is not None and bias_value is None
     partial = value is not None and tracer.full_sizes[value.source or ""] != weight.shape
-    if value is None or value.source is None or nodes is None or computed or transposed or partial:
-        tracer.keep_all([tensor, weight, bias], "a grouped convolution that is not followed")
-        tracer.constraints.unfollowed.setdefault(tracer.modules[-1], "a grouped convolution that is not followed")
+    if value is None or value.source is None or nodes is None or computed or partial:
+        _unfollowed_groups(tracer, tensor, weight, bias)
         return None
     constraints, ins, outs = tracer.constraints, len(nodes), result.shape[dim]
     layer, when = module or tracer.owner(value.source) or value.source, when_carried if module is None else when_live
@@ -204,6 +203,37 @@ def _grouped(
     if module is not None:
         constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
         constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
+    tracer.set_channels(result, dim, outputs)
+    return reading, writing
+
+
+def _unfollowed_groups(tracer: Tracer, tensor: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    reason = "a grouped convolution that is not followed"
+    tracer.keep_all([tensor, weight, bias], reason)
+    tracer.constraints.unfollowed.setdefault(tracer.modules[-1], reason)
+
+
+def _grouped_transposed(
+    tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, bias: Tensor | None, result: Tensor, groups: int
+) -> tuple[list[Presence], list[Presence]] | None:
+    """Follow a grouped transposed convolution, whose weight has an entry per input: as a depthwise one, by groups."""
+    value, bias_value, nodes = tracer.parameter(weight), tracer.parameter(bias), tracer.channels(tensor, dim)
+    module = tracer.boundary(value.source) if value is not None else None
+    if module is None or value is None or value.source is None or nodes is None or nodes == [CONSTANT] * len(nodes):
+        _unfollowed_groups(tracer, tensor, weight, bias)
+        return None
+    constraints, ins, outs = tracer.constraints, len(nodes), result.shape[dim]
+    sources = [out * groups // outs * (ins // groups) for out in range(outs)]
+    outputs = [constraints.layer_output(module, out, nodes[i]) for out, i in enumerate(sources)]
+    reading, writing = [when_live(node) for node in nodes], [when_live(nodes[i]) for i in sources]
+    for first in range(0, ins, ins // groups):
+        mine = slice(first, first + ins // groups)
+        constraints.together.append((*reading[mine], *map(when_carried, nodes[mine])))
+    constraints.follow(value.source, 0, range(ins), reading)
+    if bias_value is not None and bias_value.source is not None:
+        constraints.follow(bias_value.source, 0, range(outs), writing)
+    constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
+    constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
     tracer.set_channels(result, dim, outputs)
     return reading, writing
 
