@@ -214,6 +214,9 @@ ZOO: dict[str, Entry] = {
     "shape_of_before": Entry(attention.ShapeOfBefore, _sequence, 0.95),
     "upcast_norm": Entry(attention.UpcastNorm, _sequence),
     "class_token": Entry(attention.ClassToken, _sequence, 0.95),
+    "learned_queries": Entry(attention.LearnedQueries, _sequence),
+    "learned_queries_read_first": Entry(partial(attention.LearnedQueries, normed=False), _sequence),
+    "resized_positions": Entry(attention.ResizedPositions, _image),
     "key_value_cache": Entry(partial(attention.Residual, attention.Cached), _sequence, 0.95),
     # buffers
     "state_space": Entry(buffers.StateSpace, _sequence, 0.95),

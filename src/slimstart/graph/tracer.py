@@ -380,6 +380,15 @@ class Tracer:
             self.constraints.added_parameters.setdefault(node, "it is added to channels that others write too")
         return torch.tensor(nodes, dtype=torch.int64).view(found.shape)
 
+    def begin_stream(self, tensor: Tensor, dim: int) -> Value | None:
+        """Follow a parameter as channels along `dim`: a stream begins with it (learned queries); None if it is kept."""
+        value = self.parameter(tensor)
+        nodes = None if value is None else self.parameter_writes(value, dim % tensor.dim(), tensor.dim())
+        if nodes is None:
+            return None
+        self.set(tensor, nodes)
+        return self.activation(tensor)
+
     def keep_all(self, tensors: Sequence[Any], reason: str) -> None:
         """Keep all channels of these tensors, activations or parameters, for a reason that the user is told."""
         for tensor in tensors:

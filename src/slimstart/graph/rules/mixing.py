@@ -94,7 +94,8 @@ def linear(tracer: Tracer, call: Call) -> None:
     total = tensor.numel() * (weight.shape[dims[0]] if weight.dim() > 1 else 1)
     table = tracer.parameter(tensor) if call.name == "linear" and weight.dim() == 2 else None
     if table is not None and tracer.parameter(weight) is not None:  # coordinates, or learned queries
-        tracer.pin(table, "it is the input of a layer")
+        if tracer.begin_stream(tensor, -1) is None:
+            tracer.pin(table, "it is the input of a layer")
     elif tracer.parameter(tensor) is not None or weight.dim() != 2 or tracer.activation(weight) is not None:
         if call.name == "mm" and tracer.parameter(tensor) is None and tracer.parameter(weight) is None:
             return _product(tracer, tensor, weight, call.result, total)

@@ -174,7 +174,7 @@ def _one_group_shrinks(tracer: Tracer, call: Call) -> bool:
 def layer_norm(tracer: Tracer, call: Call) -> None:
     """Layer normalisation: over channels a zero is not neutral, so all are kept, or it runs over those that exist."""
     tensor = call["input"]
-    value = tracer.activation(tensor)
+    value = tracer.activation(tensor) or tracer.begin_stream(tensor, -1)
     result = call.result[0] if isinstance(call.result, tuple) else call.result
     if value is None:
         return tracer.keep_all([tensor], "it is normalised")

@@ -28,11 +28,11 @@ _RESIZES += ["_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_
 def over_space(tracer: Tracer, call: Call) -> None:
     """Pooling and resizing over the spatial dimensions of each channel, which keep zeros."""
     tensor = call.subject
-    value = tracer.activation(tensor)
-    if value is None:
-        return tracer.keep_all([tensor], "a parameter is pooled")
     digits = re.search(r"(\d)d", call.name)
     spatial = int(digits.group(1)) if digits else tensor.dim() - 2
+    value = tracer.activation(tensor) or tracer.begin_stream(tensor, -spatial - 1)  # a position embedding is resized
+    if value is None:
+        return tracer.keep_all([tensor], "a parameter is pooled")
     if any(dim >= tensor.dim() - spatial for dim in value.varies()):
         return tracer.keep_all([tensor], f"{call.name} runs over its channels")
     for result in call.results:
