@@ -31,6 +31,16 @@ def _grouped_product(rows: Any, weights: Any, *args: Any, out_shape: Any = None,
     return int(2 * math.prod(each) * weights[-1])
 
 
+def _recurrent(inputs: Any, weights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Recurrent layers in one operation, which PyTorch's counter does not count: each matrix times every step."""
+    several = weights if isinstance(weights[0], torch.Size | tuple | list) else (weights, args[0])
+    return int(2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in several if len(shape) == 2))
+
+
+def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent(*args, **kwargs)
+
+
 class Count:
     """The multiply-adds that have run within `counting` so far."""
 
@@ -54,6 +64,10 @@ def counting() -> Iterator[Count]:
         custom_mapping={
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
             torch.ops.aten._grouped_mm: _grouped_product,
+            torch.ops.aten.mkldnn_rnn_layer: _recurrent,
+            torch.ops.aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+            torch.ops.aten._cudnn_rnn: _recurrent,
+            torch.ops.aten._cudnn_rnn_backward: _recurrent_backward,
         },
     )
     fastpath = torch.backends.mha.get_fastpath_enabled()

@@ -18,6 +18,7 @@ SHRINKING = [
     "mlp_mixer", "vit_separate", "vit_fused", "vit_product", "nanogpt", "nanogpt_loss", "decoder_expand",
     "decoder_repeat_interleave", "convnext", "upcast_norm", "encoder_decoder", "encoder_stack",
     "encoder_stack_prenorm", "multihead_attention", "standardised_convs", "standardised_convs_gain", "one_head",
+    "learned_queries", "learned_queries_read_first", "resized_positions",
 ]  # fmt: skip
 COARSE = ("encoder_stack_prenorm", "standardised_convs", "standardised_convs_gain")  # two heads, or groups of filters
 OTHERS = ["cbam", "resnet_basic"]

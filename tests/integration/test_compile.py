@@ -216,3 +216,21 @@ def test_inductor_follows() -> None:
     plain = train(Perceptron(), "not", None, WIDTHS, num=4)["found"]
     for name, value in plain["dense"].items():
         assert torch.allclose(value, compiled["found"]["dense"][name], rtol=1e-8)
+
+
+def test_the_step_of_an_optimizer_may_be_compiled() -> None:
+    weights = []
+    for how in ("plain", "compiled"):
+        model, generator = Perceptron(), torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        sparse = SparseTraining(model, optimizer, x, Flops(0.4), policy=WIDTHS, total_steps=10)
+        step = torch.compile(optimizer.step, backend="eager") if how == "compiled" else optimizer.step
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            step()
+        assert sparse.settled
+        assert sparse.num_steps == 10
+        weights.append(model.first.weight)
+    assert torch.allclose(*weights, rtol=1e-10)

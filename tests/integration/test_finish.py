@@ -637,6 +637,24 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_flops_of_recurrent_layers(packed: bool, fused: bool) -> None:
+    x = torch.randn(5, 2, 6)
+    tokens = 5 + 3 if packed else 5 * 2
+    inputs = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3])) if packed else x
+    with torch.backends.mkldnn.flags(enabled=fused):
+        for kind, gates in ((nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)):
+            layer = kind(6, 8, num_layers=2, bidirectional=True)
+            expected = tokens * gates * 8 * 2 * ((6 + 8) + (16 + 8))
+            assert slimstart.flops(layer, (inputs,)) == expected, kind
+            if not packed:
+                ahead = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), layer)
+                graph = slimstart.trace(ahead, x)
+                everything = torch.ones(graph.num_units, dtype=torch.bool)
+                assert Flops(1.0).bind(graph.costs).cost(everything) == expected + 2 * tokens * 6 * 6
+
+
 def test_flops_of_attention() -> None:
     query, key, value = torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 7, 4), torch.zeros(2, 3, 7, 4)
     expected = 2 * 3 * (5 * 7 * 4 + 5 * 7 * 4)  # for every head: scores, then their sums over values

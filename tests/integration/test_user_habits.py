@@ -663,15 +663,16 @@ def test_parametrized_modules_are_refused_by_name(make: Any) -> None:
     make_training(model, policy=QUICK)
 
 
-def test_inputs_under_weight_norm_are_narrowed() -> None:
+@POLICIES
+def test_layers_under_weight_norm_are_narrowed(policy: Any) -> None:
     model = make_model()
     parametrizations.weight_norm(model[3])
     dense = model[3].weight.shape
-    _, optimizer, sparse = make_training(model, policy=QUICK)
+    _, optimizer, sparse = make_training(model, policy=policy)
     list(steps(sparse, optimizer, 4))
     length, direction = (p.shape for p in model[3].parametrizations["weight"].parameters())
     assert model[3].weight.shape == direction
-    assert direction[0] == length[0] == dense[0]  # a direction of zeros would have no length
+    assert direction[0] == length[0] < dense[0]
     assert direction[1] < dense[1]
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
@@ -1110,3 +1111,28 @@ def test_the_constructor_works_in_inference_mode(policy: Any) -> None:
     for mask, output in masks[1:]:
         assert torch.equal(mask, masks[0][0])
         assert torch.equal(output, masks[0][1])
+
+
+def test_a_lazy_layer_without_a_shape_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(4))
+    with pytest.raises(TypeError, match=r"'2\.weight' of `model` has no shape yet; call the model once on a batch"):
+        make_training(model, policy=QUICK)
+    model(IMAGES)
+    _, _, sparse = make_training(model, policy=QUICK)
+    assert sparse.finish()[2].in_features < 8 * 6 * 6
+
+
+@POLICIES
+def test_an_optimizer_that_steps_within_backward_is_refused_while_the_structure_changes(policy: Any) -> None:
+    model = make_model()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    sparse = SparseTraining(model, list(optimizers.values()), IMAGES[:2], **arguments(policy=policy, budget=Flops(0.5)))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    with pytest.raises(RuntimeError, match=r"SGD steps within `backward`.*at least until `sparse\.settled`"):
+        loss_fn(model, IMAGES, LABELS).backward()
+    model.zero_grad()
+    sparse.settle()
+    before = model[0].weight.detach().clone()
+    loss_fn(model, IMAGES, LABELS).backward()
+    assert not torch.equal(before, model[0].weight)

@@ -569,6 +569,46 @@ class ClassToken(nn.Module):
         return self.head(token[:, 0])
 
 
+class LearnedQueries(nn.Module):
+    """A residual stream that begins with parameters, which a norm or a layer reads first (Perceiver, Q-Former)."""
+
+    def __init__(self, dim=12, normed=True, num_classes=3):
+        super().__init__()
+        self.inp = nn.Linear(5, dim)
+        self.queries = nn.Parameter(torch.randn(4, dim))
+        self.norm = nn.LayerNorm(dim) if normed else nn.Identity()
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+        self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 24), nn.GELU(), nn.Linear(24, dim))
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        x = self.inp(x)
+        queries = self.queries.expand(len(x), -1, -1)
+        scores = self.q(self.norm(queries)) @ self.k(x).transpose(1, 2)
+        queries = queries + scores.softmax(-1) @ self.v(x)
+        return self.head((queries + self.mlp(queries)).mean(1))
+
+
+class ResizedPositions(nn.Module):
+    """A position embedding that is resized, and added to tokens and to the class token (DINO, PVT)."""
+
+    def __init__(self, dim=12, num_classes=3):
+        super().__init__()
+        self.patches = nn.Conv2d(3, dim, 2, 2)
+        self.token = nn.Parameter(torch.randn(1, 1, dim))
+        self.positions = nn.Parameter(torch.randn(1, 1 + 9, dim))
+        self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 24), nn.GELU(), nn.Linear(24, dim))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, num_classes)
+
+    def forward(self, x):
+        x = self.patches(x)
+        grid = self.positions[:, 1:].transpose(1, 2).unflatten(2, (3, 3))
+        grid = F.interpolate(grid, size=x.shape[2:], mode="bicubic")
+        token = (self.token + self.positions[:, :1]).expand(len(x), -1, -1)
+        x = torch.cat([token, (x + grid).flatten(2).transpose(1, 2)], 1)
+        return self.head(self.norm(x + self.mlp(x))[:, 0])
+
+
 class FlatNormStream(nn.Module):
     """Residual layers that normalise in two dimensions and take their shape from before."""
 

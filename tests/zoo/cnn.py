@@ -1033,3 +1033,22 @@ class NonLocal(nn.Module):
         y = torch.bmm(torch.softmax(torch.matmul(theta, phi), dim=-1), g)
         y = y.permute(0, 2, 1).contiguous().view(b, -1, h, w)
         return self.fc((x + self.out(y)).mean((2, 3)))
+
+
+class GroupedUpsampling(nn.Module):
+    """Transposed convolutions by channel, and in groups with other numbers of inputs and outputs."""
+
+    def __init__(self, num_classes=5):
+        super().__init__()
+        self.stem = ConvBNReLU(3, 16, kernel_size=3, stride=2, padding=1)
+        self.up1 = nn.ConvTranspose2d(16, 16, 4, stride=2, padding=1, groups=16)
+        self.block = ConvBNReLU(16, 16, kernel_size=3, padding=1)
+        self.up2 = nn.ConvTranspose2d(16, 8, 2, stride=2, groups=4)
+        self.mix = nn.ConvTranspose2d(8, 12, 1)
+        self.up3 = nn.ConvTranspose2d(12, 24, 2, stride=2, groups=4, bias=False)
+        self.head = nn.Conv2d(24, num_classes, 1)
+
+    def forward(self, x):
+        x = self.block(self.up1(self.stem(x)))
+        x = self.mix(F.relu(self.up2(x)))
+        return self.head(F.relu(self.up3(x)))

@@ -619,6 +619,22 @@ class NormaliseChannels(ChannelOp):
         return F.normalize(x, dim=1)
 
 
+class SummedChannels(ChannelOp):
+    """Numbers that are not zero where a channel is: a sum over channels depends on how many there are."""
+
+    def rearrange(self, x):
+        return x * torch.sigmoid(x).sum(1, keepdim=True) / 12
+
+
+class ComparedPixels(ChannelOp):
+    """As above, in a product of activations."""
+
+    def rearrange(self, x):
+        flat = x.flatten(2)
+        found = torch.sigmoid(flat)
+        return (flat @ (found.transpose(1, 2) @ found)).view_as(x) / 64
+
+
 # --------------------------------------------------------------------------- other heads and layers
 
 

@@ -55,7 +55,7 @@ def build_graph(constraints: Constraints, model: nn.Module, reasons: Mapping[str
         axes[tuple(map(when_carried, port.nodes))] = None
     for cost in constraints.costs:
         axes.update(dict.fromkeys(cost.factors))
-    for _, presences in constraints.over_channels.values():
+    for _, presences in (constraints.over_channels | constraints.over_rows).values():
         axes[presences] = None
     groups = solver.guarantee_channels(list(axes))
     removable = find_removable(solver, model, reasons)
@@ -174,7 +174,7 @@ def _write_graph(
         if (axis := tables.axis(found)) is not None:
             counted[key] = Counter(axis, tables.carried_axis(found), dense)
     over_channels = {}
-    for call, (dim, presences) in constraints.over_channels.items():
+    for call, (dim, presences) in (constraints.over_channels | constraints.over_rows).items():
         if (axis := tables.axis(presences)) is not None:
             over_channels[call] = (dim, axis)
 
@@ -262,7 +262,7 @@ def _write_graph(
 def _reach(constraints: Constraints, model: nn.Module) -> dict[str, float]:
     """By how much each convolution widens what one output sees, as a fraction of the image."""
     modules, found = dict(model.named_modules()), dict[str, float]()
-    for call in constraints.calls:
+    for call in constraints.flows[False].calls:
         layer = modules[call.module]
         if isinstance(layer, _ConvNd) and not layer.transposed and call.before is not None:
             num_dims = len(layer.kernel_size)

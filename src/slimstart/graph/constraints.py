@@ -176,11 +176,14 @@ class Constraints:
     flows: dict[bool, Flow] = field(default_factory=dict)  # of the run in training mode, and of the other one
     parameter_sizes: list[tuple[ParameterIndices, Expression, str]] = field(default_factory=list)  # see `resolve`
     parameter_norms: list[tuple[CallKey, int, ParameterIndices]] = field(default_factory=list)
+    over_rows: dict[CallKey, ChannelsOfCall] = field(default_factory=dict)  # divisions of filters by their lengths
+    row_norms: list[tuple[CallKey, int, ParameterIndices]] = field(default_factory=list)  # see `resolve`
     followers: list[tuple[ParameterIndices, ParameterIndices]] = field(default_factory=list)
     inputs_of_weights: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # dimensions, by parameter
     used_otherwise: set[str] = field(default_factory=set)  # parameters that are not only weights of layers
     numbers: list[tuple[Expression, str]] = field(default_factory=list)  # sizes that must not change
     products: set[int] = field(default_factory=set)  # nodes of products of channels, as the scores of attention heads
+    nonzero: set[int] = field(default_factory=set)  # nodes that need not be zero where their filters are dropped
     unwritten: dict[Attribute, range] = field(default_factory=dict)  # atoms of tensors created with a size, see `sized`
     unfollowed: dict[str, str] = field(default_factory=dict)  # module or parameter -> reason
 
@@ -262,10 +265,13 @@ class Constraints:
     def pass_on(self, node: int, zero_preserving: bool) -> int:
         """The node after an operation that treats every channel separately."""
         if zero_preserving or node <= ZERO or self.live[node] is None or self.exact[node]:
+            if node > ZERO and not zero_preserving:
+                self.nonzero.add(node)
             # A padded zero that becomes another number is a constant.
             return CONSTANT if node == ZERO and not zero_preserving else node
         if node not in self._changed:
             self._changed[node] = self.new_node(self.live[node], exact=True, like=node)
+            self.nonzero.add(self._changed[node])
             if node in self.products:  # scores with a mask are scores
                 self.products.add(self._changed[node])
         return self._changed[node]
@@ -298,7 +304,10 @@ class Constraints:
         self._tie_if_exact(first)
         self._tie_if_exact(second)
         exact = self.exact[first] or self.exact[second]
-        return self.new_node(None if left is None or right is None else left | right, exact, like=first)
+        total = self.new_node(None if left is None or right is None else left | right, exact, like=first)
+        if not self.nonzero.isdisjoint((first, second)):
+            self.nonzero.add(total)
+        return total
 
     def multiplied(self, first: int, second: int) -> int:
         """The node of a product, or of any other function of two channels, which are kept or dropped together."""
@@ -378,6 +387,11 @@ class Constraints:
                 self.normalise(call, dim, (presence // 2 for presence in presences))
             elif presences:
                 self.follow(found.parameter, found.dim, found.indices, [0] * len(found.indices))
+        # Filters that are divided by their own lengths: a dropped one, zero in a masked network, has none. They do not
+        # depend on each other, so they may be a part of what others write.
+        self.over_rows = {
+            call: (dim, presences) for call, dim, found in self.row_norms if (presences := self._presences_of(found))
+        }
 
     def _presences_of(self, found: ParameterIndices) -> tuple[Presence, ...]:
         """When each of these indices exists; none if nothing says that they can go."""

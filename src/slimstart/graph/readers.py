@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.parametrize import ParametrizationList
 
 from slimstart.graph.channels import ChannelGraph
 
@@ -27,6 +28,7 @@ class Reader:
         dim: the dimension of its input channels.
         axis: the graph's axis of this dimension.
         units: (n,) int64, the unit of each input channel; -1: always there.
+        length: the name of the lengths, if the weight is a direction under weight norm.
     """
 
     layer: str
@@ -34,6 +36,7 @@ class Reader:
     dim: int
     axis: int
     units: Tensor
+    length: str | None = None
 
 
 def readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
@@ -55,12 +58,20 @@ def functional_readers(graph: ChannelGraph, model: nn.Module) -> list[Reader]:
     """Weights of other modules than Linear and Conv layers, which mix prunable channels and do nothing else."""
     modules = dict(model.named_modules())
     return [
-        Reader(name.rpartition(".")[0], name, dim, piece.axis, graph.units_along(piece.axis))
+        Reader(name.rpartition(".")[0], name, dim, piece.axis, graph.units_along(piece.axis), _length(model, name))
         for name, dim in graph.weights.items()
         if not isinstance(modules[name.rpartition(".")[0]], LAYERS)
         for piece in graph.tensors.get(name, ())
         if piece.dim == dim
     ]
+
+
+def _length(model: nn.Module, name: str) -> str | None:
+    """The name of the lengths that belong to a direction under weight norm."""
+    place, _, own = name.rpartition(".")
+    steps = model.get_submodule(place)
+    normed = isinstance(steps, ParametrizationList) and type(steps[0]).__name__ == "_WeightNorm"
+    return f"{place}.original0" if normed and own == "original1" else None
 
 
 def _found(graph: ChannelGraph, model: nn.Module) -> Iterator[Reader]:
@@ -69,7 +80,10 @@ def _found(graph: ChannelGraph, model: nn.Module) -> Iterator[Reader]:
         layer = name.rpartition(".")[0]
         if parameter.dim() < 2 or not isinstance(modules[layer], LAYERS):
             continue
-        dim = 0 if isinstance(modules[layer], _ConvTransposeNd) else 1
+        module = modules[layer]
+        dim = 0 if isinstance(module, _ConvTransposeNd) else 1
+        if isinstance(module, _ConvTransposeNd) and module.groups > 1:  # dropped with the unit, as depthwise ones are
+            continue
         for piece in graph.tensors.get(name, ()):
             if piece.dim == dim:
                 yield Reader(layer, name, dim, piece.axis, graph.units_along(piece.axis))

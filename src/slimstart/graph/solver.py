@@ -220,8 +220,10 @@ class Solver:
         for (name, dim), entries in constraints.entries.items():
             # A parameter that is used twice, or whose index is: there is one slice, so all its channels agree.
             if len(entries) > 1 or len(set(entries[0][0])) < len(entries[0][0]):
+                whole = constraints.unfollowed.get(name)
+                reason = f"{name}: {whole}" if whole else f"{name} is shared with channels that are always there"
                 for presences in index_presences(constraints, name, dim).values():
-                    self.equalise(presences, f"{name} is shared with a layer whose channels cannot be removed")
+                    self.equalise(presences, reason)
 
     def freeze_unwritten(self) -> None:
         """Always keep channels that are created with a size and are not tied to those of a parameter."""

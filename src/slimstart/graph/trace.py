@@ -356,14 +356,14 @@ _ARITHMETIC = frozenset(
 _ESCAPES = frozenset({"numpy", "__array__", "tolist", "__dlpack__", "data_ptr"})
 _COSTLY = frozenset(
     "matmul einsum linear mm addmm bmm baddbmm conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d "
-    "conv_transpose3d scaled_dot_product_attention tensordot inner mv dot".split()
+    "conv_transpose3d scaled_dot_product_attention tensordot inner mv dot mkldnn_rnn_layer _cudnn_rnn".split()
 )  # counted even where nothing in them can shrink
 
 
 _CREATING = frozenset("zeros ones full empty rand randn new_zeros new_ones new_full new_empty".split())
 _MOVES = frozenset(
     "view reshape _unsafe_view unflatten expand permute transpose t chunk split split_with_sizes slice select unbind "
-    "squeeze unsqueeze contiguous clone alias _to_copy to".split()
+    "squeeze unsqueeze contiguous clone alias _to_copy to _weight_norm_interface".split()
 )  # after which a parameter is still a weight with the same entries
 _TAKES_BIAS = frozenset("linear addmm conv1d conv2d conv3d".split())
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())

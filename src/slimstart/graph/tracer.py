@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slimstart.graph.constraints import Constraints, Count, ParameterIndices, Presence
+from slimstart.graph.constraints import CallKey, Constraints, Count, ParameterIndices, Presence
 from slimstart.graph.flow import Flow, Operation, Seen
 from slimstart.graph.sizes import Attribute, Dimension, Expression, Size, plain
 
 OVER_CHANNELS = frozenset(
-    "layer_norm rms_norm group_norm batch_norm mean var std var_mean std_mean norm linalg_norm "
-    "linalg_vector_norm scaled_dot_product_attention".split()
+    "layer_norm rms_norm group_norm batch_norm mean var std var_mean std_mean sum norm linalg_norm linalg_vector_norm "
+    "scaled_dot_product_attention _weight_norm".split()
 )
 """Functions whose result depends on the number of channels they run over, which may be those that exist.
 
-Attention has a scale that depends on it.
+Attention has a scale that depends on it, and weight norm divides every filter by its own length.
 """
 
 
@@ -405,6 +405,11 @@ class Tracer:
         )
         return module if home == module or tied else None
 
+    @property
+    def call_key(self) -> CallKey:
+        """The present call of a function in `OVER_CHANNELS`, which `narrow.kept_norms` numbers alike."""
+        return self.training, self.modules[-1], self.over_channels[self.modules[-1]] - 1
+
     def shrinks_over(self, tensor: Tensor, dim: int) -> tuple[Presence, ...] | None:
         """Let the present operation run over the channels that exist; None where it has to run over all of them.
 
@@ -417,11 +422,9 @@ class Tracer:
         value, name = self.activation(tensor), getattr(self.written[0], "__name__", "") if self.written else ""
         if self.constraints.norms == "keep" or name not in OVER_CHANNELS or value is None or value.varies() != [dim]:
             return None
-        module = self.modules[-1]
-        call = (self.training, module, self.over_channels[module] - 1)
-        if call in self.constraints.whole_norms:
+        if self.call_key in self.constraints.whole_norms:
             return None
-        return self.constraints.normalise(call, dim - tensor.dim(), value.nodes.reshape(-1).tolist())
+        return self.constraints.normalise(self.call_key, dim - tensor.dim(), value.nodes.reshape(-1).tolist())
 
     def parameter_writes(self, parameter: Value, dim: int, dims: int) -> Tensor | None:
         """The nodes of a parameter that is added to channels along `dim`, or concatenated; None if it cannot shrink.
@@ -444,6 +447,15 @@ class Tracer:
         for node in nodes:
             self.constraints.added_parameters.setdefault(node, "it is added to channels that others write too")
         return torch.tensor(nodes, dtype=torch.int64).view(found.shape)
+
+    def begin_stream(self, tensor: Tensor, dim: int) -> Value | None:
+        """Follow a parameter as channels along `dim`: a stream begins with it (learned queries); None if it is kept."""
+        value = self.parameter(tensor)
+        nodes = None if value is None else self.parameter_writes(value, dim % tensor.dim(), tensor.dim())
+        if nodes is None:
+            return None
+        self.set(tensor, nodes)
+        return self.activation(tensor)
 
     def keep_all(self, tensors: Sequence[Any], reason: str) -> None:
         """Keep all channels of these tensors, activations or parameters, for a reason that the user is told."""

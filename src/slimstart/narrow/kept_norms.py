@@ -89,6 +89,9 @@ class _KeptNorms(TorchFunctionMode):
             return func(*args, **kwargs | {"scale": int(self.selection.present(axis).sum()) ** -0.5})
         tensor = args[0] if args else kwargs.pop("input")
         kept = self.selection.present(axis).nonzero().squeeze(1).to(tensor.device)
+        if name == "_weight_norm":
+            rows = func(tensor.index_select(dim, kept), args[1].index_select(dim, kept), *args[2:], **kwargs)
+            return torch.zeros_like(tensor).index_copy(tensor.dim() + dim, kept, rows)
         if name in _ARGUMENTS:
             given = dict(zip(_ARGUMENTS[name], args[1:], strict=False)) | kwargs
             return _normed(func, tensor, dim, kept, given)

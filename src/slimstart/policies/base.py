@@ -143,7 +143,7 @@ class GradientLearner(Learner, Protocol):
     def freeze(self, units: Tensor) -> None:
         """Keep the widths of the groups of some units, because not all of their gradients are known.
 
-        Called before the first draw.
+        Called before the first draw, and again, with more units, when a layer is frozen during training.
 
         Args:
             units: (U,) bool.

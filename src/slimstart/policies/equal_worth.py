@@ -212,7 +212,7 @@ class EqualWorthSearch:
                 logger.warning(
                     "a structure update is skipped: no finite gradients were observed since the last one. They are "
                     "observed inside `optimizer.step()`, from the `.grad` of the model's parameters: call `backward` "
-                    "before it, step with the optimizer that the SparseTraining was given, and freeze no more layers"
+                    "before it, and step with the optimizer that the SparseTraining was given"
                 )
             self.num_rounds += 1
             self._observed.zero_()

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from torch.utils.weak import TensorWeakRef
 from slimstart.narrow.optimizer_state import held_by, innermost, parameters_of
 
 FUSED = (SGD, Adam, AdamW)
+
+# For hooks in `torch.compile(optimizer.step)`; the public `torch.compiler.disable` imports Dynamo at once.
+_not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
@@ -85,6 +89,7 @@ class StepHooks:
         """Whether the step that is about to run is the last of its iteration."""
         return len(self._stepped) >= len(self._optimizers) - 1
 
+    @_not_compiled
     def _pre(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_nested(optimizer):
             return None
@@ -129,6 +134,7 @@ class StepHooks:
         found_inf = getattr(optimizer, "found_inf", None)
         return isinstance(found_inf, Tensor) and not self.capturing and bool(found_inf)
 
+    @_not_compiled
     def _post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.capturing or _is_nested(optimizer):
             return
@@ -173,6 +179,7 @@ def _watch(hooks: StepHooks) -> None:
         _hook.append(register_optimizer_step_pre_hook(_refuse_others))
 
 
+@_not_compiled
 def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
     for hooks in tuple(_watching):
         hooks.refuse_others(optimizer)
@@ -202,11 +209,13 @@ def _is_nested(optimizer: Optimizer) -> bool:
     In a subclass that calls `super().step()`, PyTorch adds the hooks to both methods. A counter would be wrong after an
     error in a step, which calls no hook; the stack is not.
     """
-    hooked = sys._getframe(2)  # PyTorch's wrapper around `step`
-    outer = hooked.f_back
+    hooked: CodeType | None = None  # PyTorch's wrapper around `step`
+    outer: FrameType | None = sys._getframe(2)
     while outer is not None:
-        if outer.f_code is hooked.f_code and outer.f_locals.get("self") is optimizer:
-            return True
+        if (hooked is None or outer.f_code is hooked) and outer.f_locals.get("self") is optimizer:
+            if hooked is not None:
+                return True
+            hooked = outer.f_code
         outer = outer.f_back
     return False
 

@@ -95,6 +95,11 @@ class Structure:
         """Observe the gradients of an optimizer that is about to step."""
         if self.settled:
             return
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps within `backward`, in a hook on a parameter's gradient, where the "
+                "structure cannot change; call `optimizer.step()` after `backward`, at least until `sparse.settled`"
+            )
         if self.gradients is None:
             if self.num_unreported > 1:  # an interrupt may leave one
                 raise RuntimeError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,11 @@ class UnitGradients:
         held = held_by(optimizers)
         trained = {name for name, p in named.items() if p.requires_grad and id(p) in held}
         found = [*readers(graph, model), *functional_readers(graph, model)]
-        self._readers = [reader for reader in found if reader.weight in trained]
+        self._readers = [reader for reader in found if reader.weight in trained and reader.length in {None, *trained}]
+        self._lengths = {reader.length: named[reader.length] for reader in self._readers if reader.length is not None}
         self.unobservable = _unobservable(graph, model, example_inputs, found, self._readers)
         self._sum: Tensor | None = None
+        self._freeze: Callable[[Tensor], None] | None = None
 
     @classmethod
     def for_learner(
@@ -88,6 +90,7 @@ class UnitGradients:
                 "Linear layer"
             )
         learner.to(device)
+        gradients._freeze = learner.freeze
         return gradients
 
     def prepare(self, networks: Networks) -> None:
@@ -99,17 +102,21 @@ class UnitGradients:
     def add(self, optimizer: Optimizer, networks: Networks) -> None:
         """Add the gradients of one optimizer's parameters, just before it steps."""
         parameters = networks.network.parameters
-        if not all(parameters[reader.weight].requires_grad for reader in self._readers):
-            self._sum = None  # a layer has been frozen: a part of the sum would be misleading
-            return
         own = held_by([optimizer])
+        # Of another optimizer's layers, which some trainers freeze while this one steps, nothing is asked.
+        mine = [reader for reader in self._readers if id(parameters[reader.weight]) in own]
+        if frozen := [reader for reader in mine if not parameters[reader.weight].requires_grad]:
+            self._give_up(frozen)
         columns, units = [], []
-        for reader in self._readers:
+        for reader in mine:
             weight = parameters[reader.weight]
-            if weight.grad is not None and id(weight) in own:  # an unused layer has no gradient
+            if weight.grad is not None:  # an unused layer has no gradient
                 others = [dim for dim in range(weight.dim()) if dim != reader.dim]
                 kind = torch.promote_types(weight.dtype, torch.float32)
-                columns.append((weight * weight.grad).sum(others, dtype=kind).double())
+                products = weight * weight.grad
+                if reader.length is not None:
+                    products = products + _radial(weight, self._lengths[reader.length])
+                columns.append(products.sum(others, dtype=kind).double())
                 units.append(networks.units_along(reader.axis))
         if not columns:
             return
@@ -120,10 +127,39 @@ class UnitGradients:
         gradients = gradients if scale is None else gradients / scale
         self._sum = gradients if self._sum is None else self._sum + gradients
 
+    def _give_up(self, frozen: Sequence[Reader]) -> None:
+        """Keep the widths of all groups that layers read which are no longer trained: a part of a sum would mislead."""
+        lost = self.unobservable.clone()
+        for reader in frozen:
+            lost[reader.units[reader.units >= 0]] = True
+        if not torch.equal(lost, self.unobservable):
+            self.unobservable = lost
+            if self._freeze is not None:
+                self._freeze(lost)
+            names = sorted({reader.layer or reader.weight for reader in frozen})
+            logger.warning(
+                "the widths before %s are kept from now on, because a layer that reads them was frozen "
+                "(`requires_grad`) while the structure is learned",
+                ", ".join(names),
+            )
+
     def take(self) -> Tensor | None:
         """(U,) float64, the sum of the iteration, or None; the next iteration begins."""
         found, self._sum = self._sum, None
         return found
+
+
+def _radial(direction: Tensor, length: Tensor) -> Tensor:
+    r"""What the gradient of a direction under weight norm lacks: its part along the direction.
+
+    With :math:`w = g v / |v|`, each product :math:`w \, \partial L / \partial w` is
+    :math:`v \, \partial L / \partial v + (v / |v|)^2 \, g \, \partial L / \partial g`.
+    """
+    if length.grad is None:
+        return torch.zeros_like(direction)
+    over = [dim for dim in range(direction.dim()) if length.shape[dim] == 1]
+    squares = direction.square()
+    return squares / squares.sum(over, keepdim=True) * (length * length.grad)
 
 
 def _unobservable(
@@ -175,7 +211,7 @@ def _is_vector(parameter: Tensor) -> bool:
     return parameter.numel() == max(parameter.shape, default=1)
 
 
-_PRODUCTS = frozenset("mul rmul imul multiply".split())
+_PRODUCTS = frozenset("mul rmul imul multiply weight_norm".split())  # of which a factor has an entry per channel
 
 
 class _Uses(TorchFunctionMode):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks, register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from slimstart.distributed.process_group import ProcessGroup
@@ -62,6 +63,11 @@ def check_model(model: nn.Module) -> None:
                 "be narrowed; call torch.nn.utils.parametrize.remove_parametrizations first"
             )
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise TypeError(
+                f"{name!r} of `model` has no shape yet; call the model once on a batch, to make the parameters of its "
+                "lazy layers, before the SparseTraining and the optimizer"
+            )
         plain = type(parameter.data) is torch.Tensor
         if not (plain and (parameter.is_floating_point() or parameter.is_complex())):  # packed integers, for example
             kind = type(parameter if plain else parameter.data).__name__

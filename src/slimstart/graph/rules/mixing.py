@@ -94,7 +94,8 @@ def linear(tracer: Tracer, call: Call) -> None:
     total = tensor.numel() * (weight.shape[dims[0]] if weight.dim() > 1 else 1)
     table = tracer.parameter(tensor) if call.name == "linear" and weight.dim() == 2 else None
     if table is not None and tracer.parameter(weight) is not None:  # coordinates, or learned queries
-        tracer.pin(table, "it is the input of a layer")
+        if tracer.begin_stream(tensor, -1) is None:
+            tracer.pin(table, "it is the input of a layer")
     elif tracer.parameter(tensor) is not None or weight.dim() != 2 or tracer.activation(weight) is not None:
         if call.name == "mm" and tracer.parameter(tensor) is None and tracer.parameter(weight) is None:
             return _product(tracer, tensor, weight, call.result, total)
@@ -169,7 +170,8 @@ def convolution(tracer: Tracer, call: Call) -> None:
         if depthwise is not None:
             attributes(depthwise[0], depthwise[1], depthwise[0])
         return _cost(tracer, total, *((depthwise[0],) if depthwise else ()))
-    kernels = _grouped(tracer, tensor, dim, weight, bias, call.result, groups, transposed)
+    follow = _grouped_transposed if transposed else _grouped
+    kernels = follow(tracer, tensor, dim, weight, bias, call.result, groups)
     if kernels is None:
         return _cost(tracer, total)
     inputs, outputs = kernels
@@ -178,17 +180,15 @@ def convolution(tracer: Tracer, call: Call) -> None:
 
 
 def _grouped(
-    tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, bias: Tensor | None, result: Tensor, groups: int,
-    transposed: bool,
-) -> tuple[list[Presence], list[Presence]] | None:  # fmt: skip
+    tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, bias: Tensor | None, result: Tensor, groups: int
+) -> tuple[list[Presence], list[Presence]] | None:
     """Follow a grouped convolution: all inputs and outputs of a kernel group are removed together."""
     value, bias_value, nodes = tracer.parameter(weight), tracer.parameter(bias), tracer.channels(tensor, dim)
     module = tracer.boundary(value.source) if value is not None else None
     computed = bias is not None and bias_value is None
     partial = value is not None and tracer.full_sizes[value.source or ""] != weight.shape
-    if value is None or value.source is None or nodes is None or computed or transposed or partial:
-        tracer.keep_all([tensor, weight, bias], "a grouped convolution that is not followed")
-        tracer.constraints.unfollowed.setdefault(tracer.modules[-1], "a grouped convolution that is not followed")
+    if value is None or value.source is None or nodes is None or computed or partial:
+        _unfollowed_groups(tracer, tensor, weight, bias)
         return None
     constraints, ins, outs = tracer.constraints, len(nodes), result.shape[dim]
     layer, when = module or tracer.owner(value.source) or value.source, when_carried if module is None else when_live
@@ -204,6 +204,37 @@ def _grouped(
     if module is not None:
         constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
         constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
+    tracer.set_channels(result, dim, outputs)
+    return reading, writing
+
+
+def _unfollowed_groups(tracer: Tracer, tensor: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    reason = "a grouped convolution that is not followed"
+    tracer.keep_all([tensor, weight, bias], reason)
+    tracer.constraints.unfollowed.setdefault(tracer.modules[-1], reason)
+
+
+def _grouped_transposed(
+    tracer: Tracer, tensor: Tensor, dim: int, weight: Tensor, bias: Tensor | None, result: Tensor, groups: int
+) -> tuple[list[Presence], list[Presence]] | None:
+    """Follow a grouped transposed convolution, whose weight has an entry per input: as a depthwise one, by groups."""
+    value, bias_value, nodes = tracer.parameter(weight), tracer.parameter(bias), tracer.channels(tensor, dim)
+    module = tracer.boundary(value.source) if value is not None else None
+    if module is None or value is None or value.source is None or nodes is None or nodes == [CONSTANT] * len(nodes):
+        _unfollowed_groups(tracer, tensor, weight, bias)
+        return None
+    constraints, ins, outs = tracer.constraints, len(nodes), result.shape[dim]
+    sources = [out * groups // outs * (ins // groups) for out in range(outs)]
+    outputs = [constraints.layer_output(module, out, nodes[i]) for out, i in enumerate(sources)]
+    reading, writing = [when_live(node) for node in nodes], [when_live(nodes[i]) for i in sources]
+    for first in range(0, ins, ins // groups):
+        mine = slice(first, first + ins // groups)
+        constraints.together.append((*reading[mine], *map(when_carried, nodes[mine])))
+    constraints.follow(value.source, 0, range(ins), reading)
+    if bias_value is not None and bias_value.source is not None:
+        constraints.follow(bias_value.source, 0, range(outs), writing)
+    constraints.port(constraints.reads, module, dim - tensor.dim(), nodes)
+    constraints.port(constraints.writes, module, dim - tensor.dim(), outputs)
     tracer.set_channels(result, dim, outputs)
     return reading, writing
 
@@ -254,7 +285,7 @@ def _added_product(tracer: Tracer, added: Tensor, first: Tensor, second: Tensor,
     if tracer.value(added) is not None or not alike or left.shape[1] > 1 or right.shape[2] > 1:
         tracer.keep_all([added, first, second], "a product that is not followed")
         return _cost(tracer, total)
-    meet = pairwise(left, right.transpose(1, 2), tracer.constraints.multiplied)
+    meet = _contracted(tracer, left, right.transpose(1, 2))
     for nodes in (left, right):
         _same_heads(tracer, nodes)
     return _cost(tracer, total, [when_carried(node) for node in meet.reshape(-1).tolist()])
@@ -324,7 +355,7 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
         nodes = left if rows else right
         tracer.set(result, nodes.view(nodes.shape[3 - result.dim() :]))
         return _cost(tracer, total, [when_carried(node) for node in nodes.reshape(-1).tolist()])
-    meet = pairwise(left[:, :1, :], right[:, :, :1].transpose(1, 2), tracer.constraints.multiplied)
+    meet = _contracted(tracer, left[:, :1, :], right[:, :, :1].transpose(1, 2))
     _whole_heads(tracer, left)
     _whole_heads(tracer, right)
     batch = meet[:, :, :1]
@@ -341,11 +372,30 @@ def _product(tracer: Tracer, first: Tensor, second: Tensor, result: Tensor, tota
     return _cost(tracer, total, *factors)
 
 
+def _contracted(tracer: Tracer, left: Tensor, right: Tensor) -> Tensor:
+    """The nodes of the products (b, 1, k) over which a matrix product sums; where neither factor is zero, all count."""
+    constraints = tracer.constraints
+    if left.shape[0] == right.shape[0] == 1 < left.shape[2]:  # not of heads, which go as a whole, with their products
+        pairs = zip(left.flatten().tolist(), right.expand(left.shape).flatten().tolist(), strict=True)
+        both = [node for pair in pairs if constraints.nonzero.issuperset(pair) for node in pair]
+        constraints.keep_all(both, "a product sums over it, where a channel that is dropped need not be zero")
+    return pairwise(left, right, constraints.multiplied)
+
+
 def _whole_heads(tracer: Tracer, nodes: Tensor) -> None:
     """Let the channels of one batch entry (a head) of a product be one unit."""
     if nodes.shape[0] > 1 and nodes.numel() > nodes.shape[0]:
         rigid = frozenset(d for d in (1, 2) if nodes.shape[d] > 1)
         tracer.constraints.layouts.append(Layout(nodes, (None,) * 3, rigid, "a head is multiplied as a whole"))
+
+
+@register_rule("mkldnn_rnn_layer", "_cudnn_rnn")
+def recurrent(tracer: Tracer, call: Call) -> None:
+    """Recurrent layers in one operation, of which nothing can shrink; with others they are sums of matrix products."""
+    weights = call.arguments.get("weight") or [call["weight0"], call["weight1"]]
+    tracer.keep_all([call["input"], *weights], "it enters a recurrent layer")
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    _cost(tracer, call["input"].shape[:-1].numel() * matrices)
 
 
 @register_rule("scaled_dot_product_attention")

@@ -89,8 +89,7 @@ def _standardised(tracer: Tracer, call: Call, value: Value) -> None:
     for vector in own:
         assert vector is not None
         tracer.constraints.followers.append((vector, filters))
-    module = tracer.modules[-1]
-    key = (tracer.training, module, tracer.over_channels[module] - 1)
+    key = tracer.call_key
     for dim, field in enumerate(value.fields):
         if field.shape[2] > 1 and field.shape[1] == 1:
             found = ParameterIndices(
@@ -103,17 +102,23 @@ def _standardised(tracer: Tracer, call: Call, value: Value) -> None:
 
 @register_rule("_weight_norm_interface")
 def weight_norm(tracer: Tracer, call: Call) -> None:
-    """A direction scaled to a length along one dimension, whose entries are kept: a direction of zeros has none.
+    """A direction scaled to a length along one dimension: both go together there.
 
     Entries of the other dimensions can be dropped, because zeros add nothing to the length.
     """
-    direction, dim = tracer.parameter(call["v"]), call["dim"] % call["v"].dim()
-    found = None if direction is None else tracer.indices_along(direction, dim)
-    if direction is None or found is None or tracer.parameter(call["g"]) is None:
+    direction, length, dim = tracer.parameter(call["v"]), tracer.parameter(call["g"]), call["dim"] % call["v"].dim()
+    if direction is None or length is None:
         return tracer.keep_all([call["v"], call["g"]], "its weight is computed")
-    tracer.keep_all([call["g"]], "weight norm divides by the length of its direction")
-    tracer.constraints.follow(found.parameter, found.dim, found.indices, [0] * len(found.indices))
     tracer.values[call.result[0]] = direction
+    found, own = tracer.indices_along(direction, dim), tracer.indices_along(length, dim)
+    written = call.written and getattr(call.written[0], "__name__", "") == "_weight_norm"
+    if found is None or own is None or not written:
+        tracer.keep_all([call["g"]], "weight norm divides by the length of its direction")
+        if found is not None:
+            tracer.constraints.follow(found.parameter, found.dim, found.indices, [0] * len(found.indices))
+        return None
+    tracer.constraints.followers.append((own, found))
+    tracer.constraints.row_norms.append((tracer.call_key, dim - call["v"].dim(), found))
     return None
 
 
@@ -169,7 +174,7 @@ def _one_group_shrinks(tracer: Tracer, call: Call) -> bool:
 def layer_norm(tracer: Tracer, call: Call) -> None:
     """Layer normalisation: over channels a zero is not neutral, so all are kept, or it runs over those that exist."""
     tensor = call["input"]
-    value = tracer.activation(tensor)
+    value = tracer.activation(tensor) or tracer.begin_stream(tensor, -1)
     result = call.result[0] if isinstance(call.result, tuple) else call.result
     if value is None:
         return tracer.keep_all([tensor], "it is normalised")

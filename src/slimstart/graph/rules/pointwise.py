@@ -7,6 +7,7 @@ Of two tensors, an addition allows different masks (filter coupling), and every 
 from __future__ import annotations
 
 import math
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -33,9 +34,11 @@ def pointwise(tracer: Tracer, call: Call) -> None:
     followed = [t for t in tensors if tracer.activation(t) is not None]
     if not isinstance(call.result, Tensor) or any(t.dim() > call.result.dim() for t in followed):
         return tracer.keep_all(tensors, f"operation {call.name} has no rule (slimstart.register_rule adds one)")
-    if not followed:
-        return _parameters_only(tracer, call, tensors)
     additive = operation_name(call.func) in ADDITIONS
+    if not followed:
+        if not (additive and _sum_of_parameters(tracer, call, tensors)):
+            _parameters_only(tracer, call, tensors)
+        return None
     followed = _without_those_met_by_all(tracer, followed, call.result.dim(), additive)
     nodes = _combined(tracer, call, followed, additive)
     if nodes is None:
@@ -226,6 +229,21 @@ def _parameters_only(tracer: Tracer, call: Call, tensors: list[Tensor]) -> None:
             tracer.constraints.follow(value.source or "", source_dim, indices, [0] * len(indices))
     if call.result is not call.arguments.get("self"):
         tracer.values[call.result] = Value(fields, call.result.shape, value.source)
+
+
+def _sum_of_parameters(tracer: Tracer, call: Call, tensors: list[Tensor]) -> bool:
+    """Follow a sum of parameters that meet along one dimension: a class token and its position, as channels."""
+    dims, large = call.result.dim(), [tensor for tensor in tensors if tensor.numel() > 1]
+    met = [d for d in range(dims) if sum(_extent(tensor, dims)[d] > 1 for tensor in large) > 1]
+    values = [tracer.parameter(tensor) for tensor in large]
+    if len(large) < 2 or len(met) != 1:
+        return False
+    written = [None if value is None else tracer.parameter_writes(value, met[0], dims) for value in values]
+    nodes = [one for one in written if one is not None]
+    if len(nodes) < len(large):
+        return False
+    tracer.set(call.result, reduce(partial(pairwise, combine=tracer.constraints.added), nodes))
+    return True
 
 
 def _extent(tensor: Tensor, dims: int) -> tuple[int, ...]:

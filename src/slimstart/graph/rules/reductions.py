@@ -28,11 +28,11 @@ _RESIZES += ["_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_
 def over_space(tracer: Tracer, call: Call) -> None:
     """Pooling and resizing over the spatial dimensions of each channel, which keep zeros."""
     tensor = call.subject
-    value = tracer.activation(tensor)
-    if value is None:
-        return tracer.keep_all([tensor], "a parameter is pooled")
     digits = re.search(r"(\d)d", call.name)
     spatial = int(digits.group(1)) if digits else tensor.dim() - 2
+    value = tracer.activation(tensor) or tracer.begin_stream(tensor, -spatial - 1)  # a position embedding is resized
+    if value is None:
+        return tracer.keep_all([tensor], "a parameter is pooled")
     if any(dim >= tensor.dim() - spatial for dim in value.varies()):
         return tracer.keep_all([tensor], f"{call.name} runs over its channels")
     for result in call.results:
@@ -54,7 +54,14 @@ def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
     return [d % tensor.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])] if tensor.dim() else []
 
 
-_MEANS = frozenset("mean var std var_mean std_mean norm linalg_vector_norm".split())
+_MEANS = frozenset("mean var std var_mean std_mean".split())
+
+
+def _ignores_zeros(call: Call) -> bool:
+    """Whether a reduction over channels is the same without those that are zero."""
+    order = call.arguments.get("ord", call.arguments.get("p", 2))
+    is_norm = call.name in ("norm", "linalg_vector_norm")
+    return call.name == "sum" or (is_norm and (order is None or float(order) >= 0))
 
 
 @register_rule(
@@ -64,7 +71,7 @@ _MEANS = frozenset("mean var std var_mean std_mean norm linalg_vector_norm".spli
     "var_mean", "std_mean", "logsumexp", "any", "all", "argmax", "argmin", "median", "aminmax", "count_nonzero"
 )
 def reduce(tracer: Tracer, call: Call) -> None:
-    """Reductions: over other dimensions the channels remain; over channels, zero is neutral only in a sum.
+    """Reductions: over other dimensions the channels remain; over channels, zero is neutral in a sum and in a norm.
 
     Means and the like may run over the channels that exist.
     """
@@ -78,10 +85,12 @@ def reduce(tracer: Tracer, call: Call) -> None:
     varying = value.varies()
     over = [d for d in dims if d in varying]
     if len(over) == len(varying) > 0:
-        shrinks = call.name in _MEANS and len(over) == 1 and tracer.shrinks_over(tensor, over[0]) is not None
-        if call.name != "sum" and not shrinks:
+        # Where zeros may have become something else (a sigmoid's 0.5), they count in a sum, too.
+        neutral = _ignores_zeros(call) and tracer.constraints.nonzero.isdisjoint(value.nodes.unique().tolist())
+        shrinks = (call.name in _MEANS or _ignores_zeros(call)) and len(over) == 1
+        if not neutral and not (shrinks and tracer.shrinks_over(tensor, over[0]) is not None):
             tracer.keep_all([tensor], _over_channels(tracer, call))
-        return None  # the result of a sum over all channels has none
+        return None  # the result over all channels has none
     nodes = within(tracer, value.nodes, over, _over_channels(tracer, call))
     for dim in over:
         nodes = nodes.narrow(dim, 0, 1)
