@@ -259,8 +259,8 @@ def train_widths(
 
 
 def with_layers_removed(ranks: ProcessGroup) -> dict[str, Any]:
-    """A layer goes, returns, and goes for good."""
-    policy = Rounds((), (0,), (), (0,), (0,))
+    """Layers go, return, and go for good: a branch that the forward adds, and a convolution."""
+    policy = Rounds((), (0,), (), (0, 1), (0, 1))
     return {loop: train_widths(ranks, "before", "module", loop, policy=policy) for loop in ("own loop", "step")}
 
 

@@ -178,7 +178,7 @@ def test_resumed_with_several_optimizers(differences: Any) -> None:
         matrices = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() == 1]
         optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)]
-        policy = EqualWorth(resample_every=4)
+        policy = EqualWorth(resample_every=4, depth=0)
         return SparseTraining(model, optimizers, torch.zeros(2, 3, 6, 6), Flops(0.4), total_steps=40, policy=policy)
 
     sparse, fresh = made(0), made(9)
@@ -1032,7 +1032,7 @@ def shrunk_training(name: str) -> tuple[SparseTraining, Callable[[], nn.Module],
     make, (example, draw) = SHRUNK[name]
     torch.manual_seed(0)
     model = make()
-    policy = EqualWorth(resample_every=1, align=1)
+    policy = EqualWorth(resample_every=1, align=1, depth=0)
     sparse = SparseTraining(
         model, torch.optim.SGD(model.parameters(), lr=0.1), example, Params(0.5), policy=policy, total_steps=15
     )

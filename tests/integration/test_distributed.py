@@ -122,7 +122,7 @@ def test_layers_are_removed_in_all_processes(differences: Callable[[Any, Any], l
     assert differences(first, second) == []
     for loop, found in cases.with_layers_removed(SINGLE_PROCESS).items():
         assert far(found, first[loop]) == []
-        assert "last.weight" not in found["model"]
+        assert found["model"].keys().isdisjoint(("inner.weight", "last.weight"))
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ LABELS = torch.randint(0, 4, (8,), generator=GENERATOR)
 PARTS = 10  # of the longest test, for processes that share it
 PACKAGE = os.path.dirname(slimstart.__file__)
 POLICIES: dict[str, Any] = {
-    "equal_worth": EqualWorth(resample_every=2, rounds=8, align=1, pull=0.0),
+    "equal_worth": EqualWorth(resample_every=2, rounds=8, align=1, pull=0.0, depth=0),
     "paper": Paper(resample_every=1, seed=3),
     "paper, padded": Paper(resample_every=1, seed=3, align=4),
     "layers": Rounds((), (0,), (1,), (1,), (0, 1), (0, 1), window=2),

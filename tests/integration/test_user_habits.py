@@ -665,10 +665,11 @@ def test_parametrized_modules_are_refused_by_name(make: Any) -> None:
 
 @POLICIES
 def test_layers_under_weight_norm_are_narrowed(policy: Any) -> None:
+    torch.manual_seed(0)
     model = make_model()
     parametrizations.weight_norm(model[3])
     dense = model[3].weight.shape
-    _, optimizer, sparse = make_training(model, policy=policy)
+    _, optimizer, sparse = make_training(model, policy=policy, budget=Flops(0.2))
     list(steps(sparse, optimizer, 4))
     length, direction = (p.shape for p in model[3].parametrizations["weight"].parameters())
     assert model[3].weight.shape == direction
