@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         budget = slimstart.Flops(settings.budget * full / slimstart.flops(model, x[:2]))
         own = {} if settings.depth is None else {"depth": settings.depth}
         if settings.method == "uniform":  # all layers, equal fractions, and no structure update
-            own = {"depth": 0, "tilt": 0, "resample_every": settings.steps + 1}
+            own = {"depth": 0, "tilt": 0, "rounds": 0}
         policy = slimstart.EqualWorth(**own)
         sparse = slimstart.SparseTraining(model, optimizer, x[:2], budget, total_steps=settings.steps, policy=policy)
     warm = max(1, settings.steps // 50)

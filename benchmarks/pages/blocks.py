@@ -37,6 +37,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "late-waking": width_tables.late_waking,  # Adam and weights that join late
     "depth": accuracy.depth,  # layers removed by the rule, on a CPU
     "regret": structure_tables.regret,  # what rules lose to the best of these networks
+    "held-out": structure_tables.held_out,  # networks and data that no constant was fitted to
     "structures": structure_tables.table,  # networks of equal FLOPs with different numbers of layers
     "transformers": structure_tables.transformers,  # small GPTs with different numbers of blocks
     "removal": width_tables.removal,  # the loss when a layer is removed in the middle of a training

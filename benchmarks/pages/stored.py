@@ -23,7 +23,7 @@ from slimstart.lab.records import Record
 from slimstart.lab.reports.rows import Row
 
 ARCHIVE = "archive"
-STRUCTURES = "structures.jsonl"
+STRUCTURES, HELD_OUT = "structures.jsonl", "held_out.jsonl"
 _LABEL = re.compile(r"(.+?)(-seed\d+(-again)?)?")
 _READERS = {module.SCHEMA.partition("/")[0]: module.read for module in (records, study_records)}
 
@@ -55,6 +55,7 @@ class Results:
     benchmarks: Mapping[str, Mapping[str, Any]]  # of scripts in benchmarks/
     texts: Mapping[str, str]  # README.md of all folders
     structures: Sequence[Mapping[str, Any]] = ()  # of the table of structures, a run each
+    held_out: Sequence[Mapping[str, Any]] = ()  # of `held_out.py`, a run each
 
     def row(self, experiment: str, label: str) -> Row | None:
         found = self.experiments.get(experiment)
@@ -91,9 +92,11 @@ def read(folder: Path) -> Results:
         name: Experiment(name, {label: _row(label, own) for label, own in found.items()}, texts.get(name, ""))
         for name, found in sorted(runs.items())
     }
-    lines = folder / STRUCTURES
-    structures = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
-    return Results(experiments, studies, benchmarks, texts, structures)
+    return Results(experiments, studies, benchmarks, texts, _lines(folder / STRUCTURES), _lines(folder / HELD_OUT))
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def _row(label: str, runs: list[Record]) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -14,6 +14,20 @@ from slimstart.lab.reports.tables import markdown_table
 
 FAMILIES = {"vgg": "VGG-19", "residual": "ResNet-32", "inverted": "MobileNetV2", "separable": "MobileNetV1"}
 
+HELD_OUT = {  # of `held_out.py`: the network, and its data where these have another name
+    "vgg": "VGG of 3 stages, Fashion-MNIST",
+    "vgg_cifar10": "VGG of 3 stages, CIFAR-10",
+    "wide_resnet": "WRN-28-1, CIFAR-10",
+    "bottlenecks": "ResNet-50 at a quarter of the width, Tiny ImageNet",
+    "mobilenet_v1": "MobileNetV1, Fashion-MNIST",
+    "mobilenet_v2": "MobileNetV2 at half of the width, CIFAR-10",
+    "mobilenet_v2, longer": "the same, CIFAR-100, 4,500 steps",
+    "convnext": "ConvNeXt of 12 blocks, CIFAR-10",
+    "vit": "ViT of 8 blocks, CIFAR-10",
+    "gpt": "GPT of 8 blocks, bytes",
+    "mlp": "MLP of 9 layers, Fashion-MNIST, 3,000 steps",
+    "mlp_bn": "the same with batch norm",
+}
 GPT = "gpt-cpu/"
 RULES = {  # of `structures/regret.py`, in words
     "default": "the rule for depth, widths learned",
@@ -82,6 +96,29 @@ def table(results: Results) -> str:
             cells += ["–", "–"] if best is None else [best.depths + tilt, f"{best.test:.1f}"]
         lines.append(cells)
     return "\n".join(markdown_table(lines, names))
+
+
+def held_out(results: Results) -> str:
+    """Test accuracy of each contender; of the shallower networks the one that is best on held-out images."""
+    found: dict[str, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for run in results.held_out:
+        found[run["network"]][run["contender"]].append(run)
+    lines = [["network, data", "FLOPs, %", "uniform", "best shallower", "slimstart", "widths not learned", "seeds"]]
+    for name, title in HELD_OUT.items():
+        runs = found[name]
+        siblings = [own for contender, own in runs.items() if contender.startswith("shallow")]
+        best = max(siblings, key=lambda own: fmean(run["validation_accuracy"] for run in own))
+        contenders = [runs["uniform"], best, runs["slimstart"], runs["slimstart, widths not learned"]]
+        seeds = sorted({len(own) for own in contenders if own})
+        cells = [title, f"{100 * best[0]['budget']:g}", *map(_accuracy_and_layers, contenders)]
+        lines.append([*cells, " to ".join(map(str, (seeds[0], seeds[-1]) if len(seeds) > 1 else seeds))])
+    return "\n".join(markdown_table(lines, lines[0][:1]))
+
+
+def _accuracy_and_layers(runs: Sequence[Mapping[str, Any]]) -> str:
+    if not runs:
+        return "–"
+    return f"{fmean(run['test_accuracy'] for run in runs):.1f} ({runs[0]['num_left']})"
 
 
 def regret(results: Results) -> str:

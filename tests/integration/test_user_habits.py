@@ -1137,3 +1137,18 @@ def test_an_optimizer_that_steps_within_backward_is_refused_while_the_structure_
     before = model[0].weight.detach().clone()
     loss_fn(model, IMAGES, LABELS).backward()
     assert not torch.equal(before, model[0].weight)
+
+
+def test_no_rounds_keep_the_widths_of_the_start() -> None:
+    torch.manual_seed(0)
+    model, optimizer, sparse = make_training(policy=EqualWorth(rounds=0), total_steps=10)
+    start = [p.shape for p in model.parameters()]
+    assert not sparse.settled
+    for _ in range(10):
+        iterate(model, optimizer)
+        assert sparse.settled
+        assert [p.shape for p in model.parameters()] == start
+    _, _, uniform = make_training(policy=EqualWorth(rounds=0, tilt=0))
+    _, _, searching = make_training(policy=EqualWorth(tilt=0))
+    assert uniform.mask.tolist() == searching.mask.tolist()
+    assert sparse.finish() is model

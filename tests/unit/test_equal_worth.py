@@ -292,7 +292,7 @@ def test_a_structure_update_without_gradients_is_skipped_with_a_warning(caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rounds": 0}, "`rounds` is 0; it must be a whole number, at least 1$"),
+        ({"rounds": -1}, "`rounds` is -1; it must be a whole number, at least 0$"),
         ({"align": 0}, "`align` is 0; it must be a whole number, at least 1$"),
         ({"align": None}, "`align` is None; it must be a whole number, at least 1$"),
         ({"rate": 2.0}, r"`rate` is 2.0; it must be in \(0, 1\]"),

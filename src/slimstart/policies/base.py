@@ -168,14 +168,14 @@ def removed_layers(learner: Learner) -> tuple[int, ...]:
     return tuple(getattr(learner, "removed", ()))
 
 
-def check_count(name: str, value: object, *, optional: bool = False) -> None:
-    """Raise a ValueError for a setting that is not a whole number of at least 1.
+def check_count(name: str, value: object, *, optional: bool = False, least: int = 1) -> None:
+    """Raise a ValueError for a setting that is not a whole number of at least `least`.
 
     Args:
         optional: whether None is allowed.
     """
-    if not (value is None and optional) and not (isinstance(value, Integral) and int(value) >= 1):
-        raise ValueError(f"`{name}` is {value!r}; it must be a whole number, at least 1{', or None' * optional}")
+    if not (value is None and optional) and not (isinstance(value, Integral) and int(value) >= least):
+        raise ValueError(f"`{name}` is {value!r}; it must be a whole number, at least {least}{', or None' * optional}")
 
 
 def check_type(name: str, value: object, wanted: torch.dtype | type) -> None:

@@ -70,7 +70,7 @@ class EqualWorth:
     """Settings of the policy that learns widths from the gradients of ordinary steps.
 
     Args:
-        rounds: largest number of structure updates.
+        rounds: largest number of structure updates; 0 keeps the widths of the start.
         rate: step size of the first round; it falls to zero over the search.
         pull: strength with which the fractions of neighbouring groups are pulled together.
         align: widths of large groups are multiples of this, because GPUs are slow at others.
@@ -99,7 +99,7 @@ class EqualWorth:
     learns_from: ClassVar[LearnsFrom] = "gradients"
 
     def __post_init__(self) -> None:
-        check_count("rounds", self.rounds)
+        check_count("rounds", self.rounds, least=0)
         check_count("align", self.align)
         check_count("resample_every", self.resample_every, optional=True)
         check_count("search_steps", self.search_steps, optional=True)
@@ -138,7 +138,12 @@ class EqualWorthSearch:
         steps: float | None = settings.search_steps
         if steps is None and total_steps is not None:
             steps = SEARCHED * total_steps
-        window = WINDOW if steps is None else max(1, round(steps / settings.rounds))
+        if not settings.rounds:
+            window = 1  # after which the structure is final
+        elif steps is None:
+            window = WINDOW
+        else:
+            window = max(1, round(steps / settings.rounds))
         self.window = window if settings.resample_every is None else settings.resample_every
         self.rounds = settings.rounds if steps is None else min(settings.rounds, max(1, round(steps / self.window)))
         self.settings, self.align = settings, settings.align
