@@ -37,7 +37,7 @@ from slimstart.lab.models.layers import initialised
 from slimstart.lab.run.environment import facts
 
 sys.path.append(str(Path(__file__).parent / "structures"))
-from families import mobilenet_v2
+from families import FAMILIES
 from train_transformers import HEAD, Transformer, standard_library
 
 NUM_TEST, NUM_HELD_OUT = 5000, 2000
@@ -102,8 +102,8 @@ SETTINGS = {
     "wide_resnet": Setting(lambda: models.build("wrn28_10", num_classes=10, width=0.1), "cifar10", 0.15),
     "bottlenecks": Setting(lambda: models.build("resnet50", num_classes=16, width=0.25), "tiny", 0.25),
     "mobilenet_v1": Setting(lambda: models.build("mobilenet_v1", num_classes=10, in_channels=1), "fashion", 0.25),
-    "mobilenet_v2": Setting(lambda: mobilenet_v2(10, 3, 0.5), "cifar10", 0.25),
-    "mobilenet_v2, longer": Setting(lambda: mobilenet_v2(100, 3, 0.5), "cifar100", 0.25, steps=4500),
+    "mobilenet_v2": Setting(lambda: FAMILIES["inverted"].make(10, 3, 0.5), "cifar10", 0.25),
+    "mobilenet_v2, longer": Setting(lambda: FAMILIES["inverted"].make(100, 3, 0.5), "cifar100", 0.25, steps=4500),
     "mlp": Setting(lambda: PlainMLP(10, 784, norm=False), "fashion", 0.1, "adamw", 3000),
     "mlp_bn": Setting(lambda: PlainMLP(10, 784, norm=True), "fashion", 0.1, "adamw", 3000),
     "convnext": Setting(lambda: ConvNeXt(10), "cifar10", 0.25, "adamw"),
