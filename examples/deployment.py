@@ -3,8 +3,8 @@
     pip install 'slimstart[lab,onnx]'
     python examples/deployment.py --out out
 
-Writes small.pt2 (torch.export), small.onnx, script.pt (TorchScript), small.py and small.pt (a class in plain PyTorch,
-and its weights), and quantises to eight bits. About one minute on two CPU cores with the embedded data.
+Writes small.pt2 (torch.export), small.onnx, script.pt (TorchScript), small.py and small-HASH.pt (a class in plain
+PyTorch, and its weights), and quantises to eight bits. About one minute on two CPU cores with the embedded data.
 """
 
 import argparse

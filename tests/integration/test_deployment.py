@@ -165,6 +165,10 @@ def test_a_python_file_and_its_weights_are_replaced_together(is_killed: bool, tm
             found.append(imported(path).load().features[0].out_channels)
     assert found == sorted(found)
     assert set(found) == {4, 5}
+    (tmp_path / "small-own.pt").touch()
+    write(4)
+    (weights,) = {file.name for file in tmp_path.glob("*.p*")} - {"small.py", "small-own.pt"}
+    assert repr(weights) in path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import slimstart
-from slimstart.io import checkpoints, network_files
+from slimstart.io import checkpoints
 from slimstart.lab import records
 from slimstart.lab.data import cifar, load, tiny_imagenet
 from slimstart.lab.data.download import fetch
@@ -37,6 +36,7 @@ from tests.datasets import (
 )
 from tests.memory import Measured, measure
 from tests.records import make
+from tests.saved_networks import sealed, structure_of, with_structure
 from tests.zoo import ZOO
 
 FORM = small_cifar("cifar10")
@@ -78,35 +78,32 @@ def saved_network(root: Path) -> Path:
     return path
 
 
-def tensors(root: Path) -> Reader:
+def network(root: Path) -> Reader:
     path = saved_network(root)
-    return Reader(path, lambda: slimstart.load(path, NETWORK.factory))
+    return Reader(path, lambda: slimstart.load(path, NETWORK.factory), has_values=True)  # padding of the header
 
 
-def sealed_tensors(root: Path) -> Reader:
-    path = saved_network(root)
+def sealed_network(root: Path) -> Reader:
+    def seal(content: bytes) -> bytes:
+        try:
+            return sealed(content)
+        except Exception:  # then there is nothing to seal
+            return content
 
-    def read() -> nn.Module:
-        structure = json.loads(path.with_suffix(".json").read_text())
-        structure["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-        structure["digest"] = network_files._digest(structure)
-        path.with_suffix(".json").write_text(json.dumps(structure))
-        return slimstart.load(path, NETWORK.factory)
-
-    return Reader(path, read, has_values=True)
+    return dataclasses.replace(network(root), seal=seal)
 
 
 def structure(root: Path) -> Reader:
-    path = saved_network(root)
+    """The same, where only the structure is changed."""
+    whole = sealed_network(root)
+    content, path = whole.file.read_bytes(), root / "structure"
+    path.write_text(json.dumps(structure_of(content)))
 
-    def seal(content: bytes) -> bytes:
-        try:
-            found = json.loads(content)
-            return json.dumps(found | {"digest": network_files._digest(found)}).encode()
-        except (ValueError, TypeError, RecursionError):
-            return content
+    def read() -> Any:
+        whole.file.write_bytes(whole.seal(with_structure(content, path.read_bytes().decode(errors="replace"))))
+        return whole.read()
 
-    return Reader(path.with_suffix(".json"), lambda: slimstart.load(path, NETWORK.factory), seal, has_values=True)
+    return Reader(path, read, has_values=True)
 
 
 def record(root: Path) -> Reader:
@@ -175,8 +172,8 @@ def images(extension: str) -> Callable[[Path], Reader]:
 READERS: dict[str, Callable[[Path], Reader]] = {
     "checkpoint": checkpoint,
     "checkpoint, sealed": sealed_checkpoint,
-    "tensors": tensors,
-    "tensors, sealed": sealed_tensors,
+    "network": network,
+    "network, sealed": sealed_network,
     "structure": structure,
     "record": record,
     "old record": old_record,
@@ -246,7 +243,7 @@ def test_changed_files(name: str, tmp_path: Path) -> None:
     whole, honest = reader.file.read_bytes(), measure(reader.read)
     assert not honest.error, honest
     random, refused = np.random.default_rng(0), 0
-    shown = {"plain": "cifar-10-python.tar.gz", "net.json": "net", "net.safetensors": "net"}
+    shown = {"plain": "cifar-10-python.tar.gz", "structure": "net.safetensors"}
     for _ in range(TRIALS):
         reader.file.write_bytes(reader.seal(mutated(whole, random)))
         found = measure(reader.read, timeout=20)

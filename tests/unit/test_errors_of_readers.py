@@ -19,12 +19,12 @@ from slimstart.lab.recipes import recipe
 from slimstart.lab.reports import find
 from tests.datasets import cifar_files, random_arrays, small_cifar, write_image_folder
 from tests.memory import measure
+from tests.saved_networks import with_header
 
 FORM = small_cifar("cifar10")
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "checkpoint": ("file.pt", checkpoints.read),
     "network": ("file.safetensors", lambda path: network_files.load(path, lambda: nn.Conv2d(3, 4, 1))),
-    "structure": ("file.json", lambda path: network_files.load(path.with_name("net.safetensors"), nn.Identity)),
     "record": ("record.json", records.read),
     "records in a folder": ("record.json", lambda path: find([path.parent])),
     "recipe": ("file.toml", recipe.read),
@@ -46,15 +46,12 @@ def check(name: str, path: Path) -> None:
 def test_a_pipe(name: str, tmp_path: Path) -> None:
     path = tmp_path / READERS[name][0]
     os.mkfifo(path)
-    if name == "structure":
-        path = path.rename(tmp_path / "net.json")
-        (tmp_path / "net.safetensors").write_bytes(b"")
     if name == "CIFAR folder":
         (tmp_path / "data_batch_1").write_bytes(b"")
     check(name, path)
 
 
-@pytest.mark.parametrize("name", ["structure", "record", "records in a folder", "recipe"])
+@pytest.mark.parametrize("name", ["network", "record", "records in a folder", "recipe"])
 @pytest.mark.parametrize(
     "content",
     [
@@ -68,9 +65,8 @@ def test_a_pipe(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_deep_and_odd_text(name: str, content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / ("net.json" if name == "structure" else READERS[name][0])
-    path.write_bytes(content)
-    (tmp_path / "net.safetensors").write_bytes(b"")
+    path = tmp_path / READERS[name][0]
+    path.write_bytes(with_header(content) if name == "network" else content)
     check(name, path)
 
 

@@ -26,7 +26,7 @@ from slimstart.errors import CheckpointError
 from slimstart.flop_counter import flops
 from slimstart.integrations.trainers import policy_of_gradients, tensors_in
 from slimstart.io import atomic, checkpoints
-from slimstart.io.network_files import load, save
+from slimstart.io.network_files import is_network, load, save
 from slimstart.narrow.compact import RECORD, Record
 from slimstart.narrow.hooks import OwnHook
 from slimstart.narrow.optimizer_state import unwrapped
@@ -41,7 +41,7 @@ except ImportError:
     TrainerCallback = object
 
 STATE = "slimstart.pt"
-_FILES = r"(generation_)?config\.json|model\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+_FILES = r"(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 _INSTEAD = """`compute_loss` of your Trainer, with `loss` the loss of `model`, and `sparse.update` in `on_step_end`:
     reference = sparse.reference(**inputs).loss.detach() if sparse.needs_reference else None
     self.losses = loss.detach(), reference      # in on_step_end: sparse.update(*trainer.losses)"""
@@ -220,7 +220,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
 
     If a size in the config can express the structure, such as one `intermediate_size` for all layers, or a list of them
     where the class takes one, it is a folder of transformers like any other. Otherwise it has the config of the dense
-    model, and the structure in `model.json`. At any moment, `from_pretrained` finds the old model or the new one.
+    model, and the structure in `model.safetensors`. At any moment, `from_pretrained` finds the old model or the new.
 
     Args:
         model: a model after training with `SlimmingCallback`, or another result of `finish`.
@@ -268,10 +268,13 @@ def from_pretrained(folder: str | os.PathLike[str], cls: Any = None) -> Any:
         cls = getattr(transformers, name, None) if isinstance(name, str) else None
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             raise CheckpointError(f"transformers has no model {name!r}; give `cls`")
-    if (folder / "model.json").is_file():
-        return load(folder / "model", lambda: cls(config)).eval()
+    file = folder / "model.safetensors"
     try:
+        if file.is_file() and is_network(file):
+            return load(file, lambda: cls(config)).eval()
         return cls.from_pretrained(folder, use_safetensors=True, **options).eval()
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{os.fspath(folder)!r} cannot be read: {error}") from error
 

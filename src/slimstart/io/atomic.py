@@ -1,8 +1,8 @@
 """Atomic writes: after a crash at any moment a file has its old content or its new one, never a part of either.
 
 The content is written to a new file with a name of its own, which then takes the name of the old one. So two processes
-can write one file at the same time, and a link of that name is replaced instead of followed. Where several files belong
-together, one rename decides which of them a reader finds: `write_pair` is for two, `replacing` for those of a folder.
+can write one file at the same time, and a link of that name is replaced instead of followed. Where the files of a
+folder belong together, one rename decides which of them a reader finds: `replacing`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ except ImportError:  # on Windows nothing is locked
     fcntl = None  # type: ignore[assignment]
 
 _PARTIAL = r"\.[0-9a-f]{16}\.partial"
-_WAITING = r"\.[0-9a-f]{16}\.new"
 _NEW_FILES = ".slimstart-new"
 
 
@@ -50,41 +49,6 @@ def write_with(path: str | os.PathLike[str], put: Callable[[BinaryIO], object], 
             error.filename = str(path)  # instead of the partial file, or of none if the disk is full
             error.filename2 = None
         raise
-
-
-def waiting(path: Path, key: str) -> Path:
-    """The name of the second file of a pair with this key, until it takes its own name."""
-    return path.with_name(f"{path.name}.{key[:16]}.new")
-
-
-def write_pair(first: Path, content: bytes, second: Path, second_content: bytes, key: str) -> None:
-    """Replace two files of one folder that belong together; a reader finds both old ones or both new ones.
-
-    The rename of the first file decides: it tells readers the key, and they look for the second one at `waiting` before
-    they look at its own path.
-
-    Args:
-        first: path of the file that tells the key.
-        content: its content.
-        second: path of the other file.
-        second_content: the content of that.
-        key: hexadecimal digits, others for every pair.
-    """
-    with turn(first.parent):  # of two that write at once, the last one writes both files
-        second_waiting, before = waiting(second, key), _inode(first)
-        is_needed = second_waiting.exists()  # by the present first file, if its writer was stopped
-        try:
-            write(second_waiting, second_content)
-            write(first, content)
-        except BaseException:
-            if _inode(first) == before and not is_needed:
-                second_waiting.unlink(missing_ok=True)
-            raise
-        second_waiting.replace(second)
-        with Folder(first.parent) as folder:
-            left = re.compile(rf"{re.escape(second.name)}{_WAITING}({_PARTIAL})?")
-            for name in filter(left.fullmatch, folder.names()):
-                folder.remove(name)  # of a writer that was stopped
 
 
 @contextlib.contextmanager
@@ -160,13 +124,6 @@ def remove_partials(folder: Folder, name: str) -> None:
         with contextlib.suppress(OSError), folder.open(found, os.O_RDWR, "rb+") as file:
             if lock(file.fileno(), wait=False):  # otherwise it is being written
                 folder.remove(found)
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.lstat().st_ino
-    except FileNotFoundError:
-        return None
 
 
 def _replace(folder: Folder, name: str, put: Callable[[BinaryIO], object]) -> None:

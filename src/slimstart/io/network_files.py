@@ -1,12 +1,13 @@
-"""Files of finished networks: tensors in safetensors, the structure in JSON, no pickle.
+"""Files of finished networks: safetensors, with the structure as JSON in their metadata, no pickle.
 
 A narrow network is the user's own class with smaller tensors. Loading needs the class (`model_factory` builds the dense
-network, as before training) and the structure file: values of integer attributes, and the ports of layers on residual
+network, as before training) and the structure: values of integer attributes, and the ports of layers on residual
 streams.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from slimstart.errors import CheckpointError
@@ -25,20 +29,19 @@ from slimstart.narrow.compact import RECORD, Record, read_count, tensor_names, t
 from slimstart.narrow.removed_layers import checked, replacement
 from slimstart.narrow.stream_ports import BUFFERS, Side, StreamPort, set_port
 
-_FORMAT = "slimstart.network/1"
+_KEY = "slimstart"  # in the metadata
+_FORMAT = "slimstart.network/2"
 _FEW_BYTES = 1 << 20  # that a file may have whatever its network
 _MAX_ITEMSIZE = 16  # of a complex number
-_ATTEMPTS = 5  # to read two files that belong together
 
 
-def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+def _named(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
-    tensors = path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
-    return tensors, tensors.with_suffix(".json")
+    return path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
 
 
 def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a finished network to `path` (.safetensors) and its structure to a .json file next to it.
+    """Write a finished network to `path` (.safetensors), with its structure in the metadata.
 
     At any moment, `load` finds the old network or the new one.
 
@@ -46,8 +49,6 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
         network: a result of `finish`, `snapshot` or `compact`.
         path: file name, with or without .safetensors.
     """
-    from safetensors.torch import save as to_bytes
-
     record = vars(network).get(RECORD)
     if not isinstance(record, Record):
         raise ValueError(
@@ -56,11 +57,8 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     ports = {name: layer for name, layer in network.named_modules() if isinstance(layer, StreamPort)}
     own = {f"{name}.{buffer}" for name in ports for buffer in BUFFERS}
     tensors = {n: t.detach().contiguous().clone() for n, t in tensor_names(network).items() if n not in own}
-    blob = to_bytes(tensors)
-    key = hashlib.sha256(blob).hexdigest()
-    structure = {
+    structure: dict[str, Any] = {
         "format": _FORMAT,
-        "sha256": key,
         "dense": {name: list(shape) for name, shape in record.dense.items()},
         "attributes": [[m, a, int(read_count(network.get_submodule(m), a))] for m, a in record.counted],
         "ports": {
@@ -74,16 +72,25 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
         },
         "removed": record.removed,
     }
-    structure["digest"] = _digest(structure)
-    tensors_path, structure_path = _paths(path)
-    content = (json.dumps(structure, indent=1) + "\n").encode()
-    atomic.write_pair(tensors_path, blob, structure_path, content, key)
+    structure["sha256"] = _digest(structure, tensors)
+    metadata = {"format": "pt", _KEY: json.dumps(structure)}  # Accelerate reads no metadata without this "format"
+    atomic.write(_named(path), to_bytes(tensors, metadata))
 
 
-def _digest(structure: dict[str, Any]) -> str:
-    """Hash of the structure without its digest."""
-    rest = {key: value for key, value in structure.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+def _digest(structure: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Hash of the structure, without its digest, and of the tensors."""
+    rest = {key: value for key, value in structure.items() if key != "sha256"}
+    shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
+    found = hashlib.sha256(json.dumps([rest, shapes], sort_keys=True).encode())
+    for _, tensor in sorted(tensors.items()):
+        found.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def is_network(path: Path) -> bool:
+    """Whether a safetensors file has a structure, as those of `save` have."""
+    with safe_open(path, "pt") as file:
+        return _KEY in (file.metadata() or {})
 
 
 def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -> nn.Module:
@@ -94,61 +101,47 @@ def load(path: str | os.PathLike[str], model_factory: Callable[[], nn.Module]) -
         model_factory: function without arguments that builds the dense network.
 
     Raises:
-        CheckpointError: a file is missing, truncated, of another kind, or of another class of network.
+        CheckpointError: the file is missing, truncated, of another kind, or of another class of network.
     """
-    from safetensors.torch import load as from_bytes
-
     network = model_factory()
     if not isinstance(network, nn.Module):
         raise CheckpointError(f"`model_factory` returned a {type(network).__name__}; it must build the dense network")
-    blob, structure = _read(path, [tensor.shape for tensor in tensor_names(network).values()])
+    tensors, structure = _read(path, [tensor.shape for tensor in tensor_names(network).values()])
     try:
-        _rebuild(network, from_bytes(blob), structure)
-    except MemoryError:  # the files may be fine
+        _rebuild(network, tensors, structure)
+    except MemoryError:  # the file may be fine
         raise
     except Exception as error:  # whatever a changed structure leads to
         raise CheckpointError(f"{os.fspath(path)!r} does not fit what `model_factory` builds: {error}") from error
     return network
 
 
-def _read(path: str | os.PathLike[str], shapes: Sequence[torch.Size]) -> tuple[bytes, dict[str, Any]]:
-    """The content of both files; no more than a network can have whose dense tensors have these shapes."""
-    tensors_path, structure_path = _paths(path)
-    max_bytes = _FEW_BYTES + sum(_MAX_ITEMSIZE * shape.numel() + 500 for shape in shapes)
-    max_structure = _FEW_BYTES + sum(32 * sum(shape) + 500 for shape in shapes)
-    for _ in range(_ATTEMPTS):
-        try:
-            blob = read_bytes(tensors_path, max_bytes)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
-        sha256 = hashlib.sha256(blob).hexdigest()
-        structure = _read_structure(structure_path, atomic.waiting(structure_path, sha256), max_structure)
-        if structure.get("sha256") == sha256:
-            return blob, structure
-        # Another process may have saved since the tensors were read.
-    raise CheckpointError(f"{tensors_path.name!r} is truncated or does not belong to {structure_path.name!r}")
-
-
-def _read_structure(path: Path, waiting: Path, max_bytes: int) -> dict[str, Any]:
+def _read(path: str | os.PathLike[str], shapes: Sequence[torch.Size]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and structure of a file; it is refused if dense tensors of these shapes would take less."""
+    max_header = _FEW_BYTES + sum(32 * sum(shape) + 1000 for shape in shapes)
+    structure = None
     try:
-        try:
-            content = read_bytes(waiting, max_bytes)
-        except FileNotFoundError:
-            content = read_bytes(path, max_bytes)
-        structure = json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
-    if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
-        raise CheckpointError(f"{path.name!r} is not a structure file of slimstart ({_FORMAT!r})")
-    if structure.get("digest") != _digest(structure):
-        raise CheckpointError(f"{path.name!r} has been modified after it was written")
-    return structure
+        blob = read_bytes(_named(path), max_header + sum(_MAX_ITEMSIZE * shape.numel() for shape in shapes))
+        if (size := int.from_bytes(blob[:8], "little")) > max_header:
+            raise ValueError(f"its header has more than {max_header:,} bytes")
+        with contextlib.suppress(KeyError, TypeError):
+            structure = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"][_KEY])
+        if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
+            raise ValueError(
+                f"its metadata has no structure ({_FORMAT!r}); a network with its structure in a .json file was "
+                "written before the first release, and has to be saved again"
+            )
+        tensors = from_bytes(blob)
+        if structure.get("sha256") != _digest(structure, tensors):
+            raise ValueError("it has been modified after it was written")
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+    return tensors, structure
 
 
 @torch.no_grad()
 def _rebuild(network: nn.Module, tensors: dict[str, Tensor], structure: dict[str, Any]) -> None:
-    known = structure.get("removed", {})  # not in the oldest files
-    removed = {str(name): checked(instead) for name, instead in known.items()}
+    removed = {str(name): checked(instead) for name, instead in structure["removed"].items()}
     if "" in removed:
         raise ValueError("the network itself is removed")
     for name, instead in removed.items():

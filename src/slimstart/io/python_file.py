@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from slimstart.errors import ConfigError, ExportError
 from slimstart.io import atomic
 from slimstart.io.export import compare, several
+from slimstart.io.files import Folder
 from slimstart.narrow.stream_ports import StreamPort
 
 _INSTEAD = "write the class with narrow arguments yourself, or fit the dense class with slimstart.shrink_to"
@@ -47,8 +48,6 @@ from torch import nn
 def load(path=None):
     if path is None:
         path = Path(__file__).with_name({weights!r})
-        new = Path(__file__).with_name({waiting!r})  # as long as both files are being replaced
-        path = new if new.exists() else path
     model = {make}
     model.load_state_dict(torch.load(path, weights_only=True))
     return model.eval()
@@ -56,9 +55,10 @@ def load(path=None):
 
 
 def to_python(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> float:
-    """Write a Python file that defines a network, and its state dict with the suffix .pt next to it.
+    """Write a Python file that defines a network, and its state dict next to it.
 
-    At any moment, the file's `load` finds the old network or the new one.
+    The state dict is called `NAME-HASH.pt`, and the one of an older file of the same name is removed. At any moment,
+    the file's `load` finds the old network or the new one.
 
     The network consists of PyTorch's own layers, and its forward can be traced by `torch.fx`: it has no branches that
     depend on tensors. Layers with ports (`finish` without `plain=True`) cannot be written.
@@ -73,18 +73,11 @@ def to_python(network: nn.Module, path: str | os.PathLike[str], example: Tensor)
     if path.suffix != ".py":
         raise ConfigError(f"`out` is {os.fspath(path)!r}; a Python file must be called *.py")
     network.eval()
-    weights = path.with_suffix(".pt")
     definition, make = _definition(network)
     content = io.BytesIO()
     torch.save(network.state_dict(), content)
-    key = hashlib.sha256(content.getvalue()).hexdigest()
-    source = _FILE.format(
-        name=type(network).__name__,
-        weights=weights.name,
-        waiting=atomic.waiting(weights, key).name,
-        definition=definition,
-        make=make,
-    )
+    weights = f"{path.stem}-{hashlib.sha256(content.getvalue()).hexdigest()[:16]}.pt"
+    source = _FILE.format(name=type(network).__name__, weights=weights, definition=definition, make=make)
     namespace: dict[str, Any] = {"__name__": path.stem, "__file__": os.fspath(path)}
     images = several(example)
     try:
@@ -98,7 +91,14 @@ def to_python(network: nn.Module, path: str | os.PathLike[str], example: Tensor)
             f"{type(network).__name__} cannot be written as Python: {type(error).__name__}: {error}; {_INSTEAD}"
         ) from error
     difference = compare(network, images, output, path)
-    atomic.write_pair(path, source.encode(), weights, content.getvalue(), key)
+    with atomic.turn(path.parent):
+        atomic.write(path.with_name(weights), content.getvalue())
+        atomic.write(path, source.encode())  # decides which weights `load` finds
+        with Folder(path.parent) as folder:
+            older = rf"{re.escape(path.stem)}-[0-9a-f]{{16}}\.pt(\.[0-9a-f]{{16}}\.partial)?"
+            for name in filter(re.compile(older).fullmatch, folder.names()):
+                if name != weights:
+                    folder.remove(name)
     return difference
 
 

@@ -101,7 +101,7 @@ def export(
     if format is Format.safetensors:
         out = out.with_name(out.name.removesuffix(".safetensors") + ".safetensors")
         files.save(network, out)
-        console.print(f"{out}, and {out.with_suffix('.json')}, its structure")
+        console.print(f"{out}, with its structure")
         return
     writers = {
         Format.onnx: exporting.to_onnx,

@@ -6,7 +6,7 @@ runs/NAME/
   checkpoints/*.pt        the last two, checksummed; named by the step
   tensorboard/            events
   trials/                 folders like this one, of the networks that the method shallow tries
-  network.safetensors     the finished network, and network.json, its structure
+  network.safetensors     the finished network, with its structure
   record.json             the record (docs/records.md); there once the run is finished
   report.html
 """
