@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from slimstart import BudgetError, EqualWorth, Flops, Memory, SparseTraining, compact, measure_memory, trace
+from slimstart import (
+    BudgetError,
+    EqualWorth,
+    Flops,
+    Memory,
+    SparseTraining,
+    compact,
+    measure_latency,
+    measure_memory,
+    trace,
+)
 from slimstart.lab import models
 from slimstart.lab.models.feed_forward import VGG
 from slimstart.policies.memory import MemoryTable
@@ -152,6 +162,16 @@ def test_expectations_are_those_of_all_masks() -> None:
         mask = torch.tensor([number >> unit & 1 for unit in range(graph.num_units)]).bool()
         expected += float(torch.where(mask, s, 1 - s).prod()) * bound.cost(mask)
     assert float(bound.expected(s)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_of_a_compiled_model_the_module_within_is_counted_and_timed() -> None:
+    def refuse(*_: object) -> Callable[..., object]:
+        raise AssertionError("nothing needs to be compiled")
+
+    model = plain()
+    compiled, table = torch.compile(model, backend=refuse), measure_memory(model, IMAGES)
+    assert measure_memory(compiled, IMAGES) == table
+    assert measure_latency(compiled, IMAGES, num_networks=2, repeats=1).structure == table.structure
 
 
 class Checkpointed(nn.Module):

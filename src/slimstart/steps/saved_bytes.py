@@ -35,6 +35,7 @@ from slimstart.policies.latency import digest
 from slimstart.policies.masks import places
 from slimstart.policies.memory import Memory, MemoryTable, SavedBytes, between_channels
 from slimstart.steps.measuring import random_networks, traced
+from slimstart.steps.wrappers import unwrapped_model
 
 CHECKED = 4  # random networks whose bytes are compared with the prediction
 NOT_LINEAR = (
@@ -78,6 +79,7 @@ def measure_memory(
     """
     if type(optimizer_states) is not int or optimizer_states < 0:
         raise ValueError(f"`optimizer_states` is {optimizer_states!r}; it must be a whole number of at least 0")
+    model = unwrapped_model(model)
     precisions = {parameter.element_size() for parameter in model.parameters()}
     if len(precisions) > 1:
         raise BudgetError("`model` has parameters of several precisions, whose bytes cannot be counted together")
