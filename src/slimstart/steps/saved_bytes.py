@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from slimstart.costs import Polynomial
-from slimstart.devices import cuda_devices, device_of
+from slimstart.devices import device_of, seeded
 from slimstart.errors import BudgetError
 from slimstart.graph import ChannelGraph
 from slimstart.inputs import as_call
@@ -183,7 +183,7 @@ def saved_bytes(network: nn.Module, graph: ChannelGraph, args: tuple[Any, ...], 
             return one
 
         with (
-            torch.random.fork_rng(devices=cuda_devices(network)),
+            seeded(network),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(save, lambda one: one.tensor),
         ):
