@@ -25,6 +25,19 @@ def cuda_devices(module: nn.Module) -> list[int]:
     return sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
 
 
+@contextmanager
+def seeded(module: nn.Module) -> Iterator[None]:
+    """Context with random numbers that are always the same, on the CPU and on the devices of a module.
+
+    `torch.manual_seed` would also seed other devices, whose states are not restored.
+    """
+    devices = cuda_devices(module)
+    with torch.random.fork_rng(devices=devices):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
+            generator.manual_seed(0)
+        yield
+
+
 def free_on_device(device: torch.device | None = None) -> int:
     """Bytes that PyTorch can allocate now, within `torch.cuda.set_per_process_memory_fraction`."""
     free, total = torch.cuda.mem_get_info(device)

@@ -295,6 +295,30 @@ def test_reasons_why_branches_cannot_go(case, coupling):
     assert f"  {name}: {reason}" in str(graph)
 
 
+def stochastic(m, x):
+    for branch in (m.f, m.g, m.h):
+        if not m.training or torch.rand(()) < 0.5:
+            x = x + branch(x)
+    return x
+
+
+def test_what_can_go_does_not_depend_on_the_random_state():
+    """Processes have different ones, and so has a training that is resumed."""
+    found = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model, x = Around(stochastic, h=feed_forward()), torch.randn(4, 5)
+        before = torch.get_rng_state()
+        found.add(tuple(layer.modules for layer in trace(model, x).layers))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert len(found) == 1
+
+
+def test_verification_does_not_seed_devices_that_have_nothing_of_the_model(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("all devices are seeded"))
+    verify(Around(GOES["norm"][0]), torch.randn(4, 5))
+
+
 def test_branches_that_are_protected_or_have_hooks_cannot_go():
     x = torch.randn(4, 5)
     kept = trace(Around(GOES["norm"][0]), x, keep=["f.0"])

@@ -9,12 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from slimstart import BudgetError, EqualWorth, Flops, Memory, SparseTraining, compact, measure_memory, trace
+from slimstart import (
+    BudgetError,
+    EqualWorth,
+    Flops,
+    Memory,
+    SparseTraining,
+    compact,
+    measure_latency,
+    measure_memory,
+    trace,
+)
 from slimstart.lab import models
 from slimstart.lab.models.feed_forward import VGG
 from slimstart.policies.memory import MemoryTable
 from slimstart.steps.measuring import random_networks, traced
+from tests.zoo.sums import SummedConvNet
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from train_transformers import Transformer
@@ -62,6 +74,15 @@ def reference(network: nn.Module, images: Tensor, tensors_per_parameter: int) ->
     return found + sum(tensors_per_parameter * value.nbytes for value in parameters)
 
 
+def assert_exact(model: nn.Module, table: MemoryTable, norms: str = "shrink") -> None:
+    graph = traced(model, IMAGES, "stream", (), norms)
+    assert table.dense_bytes == reference(model, IMAGES, 4)
+    for mask, removed in random_networks(graph, 6, seed=1):
+        bound = Memory(1.0, table).bind(graph.costs.without(removed))
+        shorter = graph.without(graph.layers[i].name for i in removed)
+        assert bound.cost(mask) == reference(compact(model, shorter.select(mask)), IMAGES, 4)
+
+
 @pytest.fixture(scope="module", params=NETWORKS)
 def measured(request: pytest.FixtureRequest) -> tuple[nn.Module, MemoryTable]:
     torch.manual_seed(0)
@@ -70,13 +91,30 @@ def measured(request: pytest.FixtureRequest) -> tuple[nn.Module, MemoryTable]:
 
 
 def test_the_bytes_of_random_networks_are_those_of_the_autograd_graph(measured: tuple[nn.Module, MemoryTable]) -> None:
-    model, table = measured
-    graph = traced(model, IMAGES, "stream", (), "shrink")
-    assert table.dense_bytes == reference(model, IMAGES, 4)
-    for mask, removed in random_networks(graph, 6, seed=1):
-        bound = Memory(1.0, table).bind(graph.costs.without(removed))
-        shorter = graph.without(graph.layers[i].name for i in removed)
-        assert bound.cost(mask) == reference(compact(model, shorter.select(mask)), IMAGES, 4)
+    assert_exact(*measured)
+
+
+@pytest.mark.parametrize("name", ["plain", "transformer"])
+def test_copies_of_weights_under_autocast_are_counted(name: str) -> None:
+    torch.manual_seed(0)
+    model = NETWORKS[name]()
+    with torch.autocast("cpu", torch.bfloat16):
+        table = measure_memory(model, IMAGES, optimizer_states=2)
+        assert_exact(model, table)
+    assert table.dense_bytes != measure_memory(model, IMAGES, optimizer_states=2).dense_bytes
+
+
+def test_branches_that_leave_a_part_of_themselves_are_counted() -> None:
+    torch.manual_seed(0)
+    model = SummedConvNet()
+    table = measure_memory(model, IMAGES, optimizer_states=2)
+    assert len(table.layers) > 2
+    assert_exact(model, table)
+
+
+def test_a_batch_may_be_a_view_of_a_data_set() -> None:
+    data = torch.randn(100, 3, 16, 16)
+    assert measure_memory(plain(), data[:3]) == measure_memory(plain(), data[:3].clone())
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.25])
@@ -124,6 +162,45 @@ def test_expectations_are_those_of_all_masks() -> None:
         mask = torch.tensor([number >> unit & 1 for unit in range(graph.num_units)]).bool()
         expected += float(torch.where(mask, s, 1 - s).prod()) * bound.cost(mask)
     assert float(bound.expected(s)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_of_a_compiled_model_the_module_within_is_counted_and_timed() -> None:
+    def refuse(*_: object) -> Callable[..., object]:
+        raise AssertionError("nothing needs to be compiled")
+
+    model = plain()
+    compiled, table = torch.compile(model, backend=refuse), measure_memory(model, IMAGES)
+    assert measure_memory(compiled, IMAGES) == table
+    assert measure_latency(compiled, IMAGES, num_networks=2, repeats=1).structure == table.structure
+
+
+class Checkpointed(nn.Module):
+    """Blocks of which only the inputs are kept: the first of them is kept by the ReLU before, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).relu()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x.mean((2, 3)))
+
+
+def test_layers_that_save_something_only_together_are_refused_by_name() -> None:
+    with pytest.raises(BudgetError, match=r"without all of \['blocks.0', 'blocks.1', 'blocks.2'\]"):
+        measure_memory(Checkpointed(), IMAGES)
+    kept = measure_memory(Checkpointed(), IMAGES, keep=["blocks.0"])
+    image, output, parameters = (
+        4 * 3 * 3 * 256,
+        4 * 3 * 8 * 256,
+        3 * 4 * sum(p.numel() for p in Checkpointed().parameters()),
+    )
+    assert kept.dense_bytes == parameters + image + 3 * output + 4 * 3 * 8  # the input of the head is the last
 
 
 def test_what_cannot_be_counted_is_refused() -> None:

@@ -347,6 +347,12 @@ def test_the_reach_of_convolutions() -> None:
     assert costs.without((0, 3)).reach == pytest.approx(4 / 32 + 1 / 8)
 
 
+def test_a_convolution_that_runs_twice_widens_what_is_seen_twice() -> None:
+    twice = nn.Conv2d(8, 8, 3, padding=1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), twice, nn.ReLU(), twice, nn.ReLU(), nn.Conv2d(8, 2, 1))
+    assert graph_of(model, (3, 16, 16)).costs.reach == 2 * 2 / 16
+
+
 @pytest.mark.parametrize(
     ("depths", "size", "remain"),
     [

@@ -261,13 +261,13 @@ def _write_graph(
 
 def _reach(constraints: Constraints, model: nn.Module) -> dict[str, float]:
     """By how much each convolution widens what one output sees, as a fraction of the image."""
-    modules, found = dict(model.named_modules()), dict[str, float]()
+    modules, found = dict(model.named_modules()), defaultdict[str, float](float)
     for call in constraints.flows[False].calls:
         layer = modules[call.module]
         if isinstance(layer, _ConvNd) and not layer.transposed and call.before is not None:
             num_dims = len(layer.kernel_size)
             parts = zip(layer.kernel_size, layer.dilation, call.before.shape[-num_dims:], strict=True)
-            found[call.module] = sum((k - 1) * d / size for k, d, size in parts) / num_dims
+            found[call.module] += sum((k - 1) * d / size for k, d, size in parts) / num_dims
     return found
 
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from slimstart.devices import cuda_devices
+from slimstart.devices import seeded
 from slimstart.errors import TraceError
 from slimstart.graph.build import build_graph
 from slimstart.graph.channels import ChannelGraph
@@ -198,7 +198,8 @@ def _run(copied: nn.Module, args: Any, kwargs: Any, constraints: Constraints, tr
         if isinstance(shape := vars(module).get("normalized_shape"), tuple)
     }
     try:
-        with torch.random.fork_rng(devices=cuda_devices(copied)), _listening(tracer, copied):
+        # What the forward draws may decide which modules run.
+        with seeded(copied), _listening(tracer, copied):
             outputs = copied(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model's forward fails on `example_inputs`: {type(error).__name__}: {error}") from error

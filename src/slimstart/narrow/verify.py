@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from slimstart.devices import cuda_devices
+from slimstart.devices import seeded
 from slimstart.errors import TraceError
 from slimstart.graph import ChannelGraph, ChannelGroup, Port, RemovableLayer, Selection, trace
 from slimstart.inputs import as_call
@@ -319,10 +319,8 @@ def _run(model: nn.Module, inputs: Any, training: bool, gradients: bool) -> _Out
     model.train(training)
     model.zero_grad()
     try:
-        forked = torch.random.fork_rng(devices=cuda_devices(model))
         precision = _InDouble() if _dtype(model) == torch.float64 else nullcontext()
-        with forked, torch.set_grad_enabled(gradients), _NoDropout(), precision:
-            torch.manual_seed(0)
+        with seeded(model), torch.set_grad_enabled(gradients), _NoDropout(), precision:
             outputs = [t for t in tree_flatten(model(*args, **kwargs))[0] if isinstance(t, Tensor)]
         floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
         if gradients and floating:

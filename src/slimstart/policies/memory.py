@@ -8,7 +8,8 @@ units of group g,
 
 where b are the bytes of a parameter with its gradient and state, and c and :math:`a_g` are counted in forwards of
 networks that differ in one group (`slimstart.measure_memory`). Removable layers have such a sum of their own, which is
-subtracted where they are gone. All coefficients are whole numbers of bytes.
+subtracted where they are gone. Autocast saves a copy of every weight in lower precision, so that b is larger for
+weights between two channels; copies of other weights are linear in widths. All coefficients are whole numbers of bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class MemoryTable:
         batch: shapes of the inputs.
         dense_bytes: of the dense network.
         per_parameter: bytes of a parameter with its gradient and optimizer state.
-        saved: of the whole network.
+        per_copy: bytes of the copy of a weight between two channels that autocast saves; 0 without autocast.
+        saved: of the whole network, without these copies.
         layers: what the network saves less without each of `CostTable.layers`.
     """
 
@@ -58,6 +60,7 @@ class MemoryTable:
     batch: str
     dense_bytes: int
     per_parameter: int
+    per_copy: int
     saved: SavedBytes = field(repr=False)
     layers: Sequence[SavedBytes] = field(repr=False)
 
@@ -84,8 +87,17 @@ class MemoryTable:
             terms.subtract(dict(enumerate(self.layers[layer].of_units)))
         first = len(whole.factors)
         saved = tuple(Term(number, (first + group,)) for group, number in terms.items() if number)
-        params = tuple(replace(term, coefficient=self.per_parameter * term.coefficient) for term in table.params.terms)
-        return table, Polynomial(constant + self.per_parameter * table.params.constant, (*saved, *params))
+        constant += self.per_parameter * table.params.constant
+        params = [replace(term, coefficient=self.per_parameter * term.coefficient) for term in table.params.terms]
+        copies = [
+            replace(term, coefficient=self.per_copy * term.coefficient) for term in between_channels(table.params)
+        ]
+        return table, Polynomial(constant, (*saved, *params, *copies))
+
+
+def between_channels(params: Polynomial) -> tuple[Term, ...]:
+    """The terms of weights between two channels that can be removed."""
+    return tuple(term for term in params.terms if len(term.factors) == 2)
 
 
 @dataclass(frozen=True)

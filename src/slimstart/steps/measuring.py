@@ -32,6 +32,7 @@ from slimstart.policies.base import check_count
 from slimstart.policies.budgets import Flops
 from slimstart.policies.latency import digest, features, table_of
 from slimstart.policies.widths import ALIGN, Fit
+from slimstart.steps.wrappers import unwrapped_model
 
 logger = logging.getLogger(__name__)
 Run = Callable[[], object]
@@ -85,6 +86,7 @@ def measure_latency(
         raise ValueError(f"`mode` is {mode!r}; it must be one of {known}, or a function that prepares a network")
     prepare = MODES[mode](args, kwargs) if isinstance(mode, str) else mode
     name = mode if isinstance(mode, str) else getattr(mode, "__qualname__", type(mode).__name__)
+    model = unwrapped_model(model)
     graph = traced(model, example_inputs, coupling, keep, norms)
     timer = Timer(copy.deepcopy(model), graph, prepare, repeats, clock)
     if table is not None:

@@ -3,37 +3,49 @@
     table = measure_memory(model, images, optimizer_states=2)  # AdamW
     sparse = SparseTraining(model, optimizer, images[:2], Memory(0.5, table), total_steps=steps)
 
-Autograd reports every tensor that it saves. Each storage counts once, in the module that saved it first; parameters
-and buffers are not counted, because the network has them anyway. One forward of the dense network, and one for each
-group with one unit left, give the coefficients. Then some random networks must have the bytes that these predict.
+Autograd reports every tensor that it saves. Each storage that is held at the end of the forward counts once, in the
+module that saved it first; parameters and buffers are not counted, because the network has them anyway. Forwards of the
+dense network, with one unit left in each group, and without each removable layer, give the coefficients. Then other
+networks must have the bytes that these predict: of random widths, and without several layers.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from slimstart.devices import cuda_devices
+from slimstart.costs import Polynomial
+from slimstart.devices import device_of, seeded
 from slimstart.errors import BudgetError
 from slimstart.graph import ChannelGraph
 from slimstart.inputs import as_call
 from slimstart.narrow import compact
 from slimstart.policies.budgets import Params
+from slimstart.policies.expected_cost import ExpectedCost
 from slimstart.policies.latency import digest
 from slimstart.policies.masks import places
-from slimstart.policies.memory import Memory, MemoryTable, SavedBytes
+from slimstart.policies.memory import Memory, MemoryTable, SavedBytes, between_channels
 from slimstart.steps.measuring import random_networks, traced
+from slimstart.steps.wrappers import unwrapped_model
 
 CHECKED = 4  # random networks whose bytes are compared with the prediction
 NOT_LINEAR = (
     "what the network saves for the backward is not linear in its numbers of channels, so `Memory` cannot count it "
     'exactly; residual streams with coupling="filter" are not: use '
     '`coupling="stream"`, or `Flops` or `Params`'
+)
+NOT_A_SUM = (
+    "what the network saves for the backward without all of {names} is not what it saves less for each of them, so "
+    "`Memory` cannot count it exactly; name some of them in `keep`, here and in the training"
 )
 
 Saved = Counter[int | None]  # bytes by the position of a removable layer; None for the rest of the network
@@ -51,7 +63,8 @@ def measure_memory(
 ) -> MemoryTable:
     """Count the bytes that training steps of narrow networks keep.
 
-    It takes a forward for each channel group. Call it under the same `torch.autocast` as the training.
+    It takes about a forward for each channel group, and two for each removable layer. Call it under the same
+    `torch.autocast` as the training. Parameters without `requires_grad` are counted like the others.
 
     Args:
         model: the dense model; it is not changed.
@@ -66,33 +79,62 @@ def measure_memory(
     """
     if type(optimizer_states) is not int or optimizer_states < 0:
         raise ValueError(f"`optimizer_states` is {optimizer_states!r}; it must be a whole number of at least 0")
+    model = unwrapped_model(model)
     precisions = {parameter.element_size() for parameter in model.parameters()}
     if len(precisions) > 1:
         raise BudgetError("`model` has parameters of several precisions, whose bytes cannot be counted together")
-    args, kwargs = as_call(example_inputs)
+    # A batch may be a view of a whole data set, whose storage is not kept for a step.
+    args, kwargs = tree_map_only(Tensor, Tensor.clone, as_call(example_inputs))
     graph = traced(model, example_inputs, coupling, keep, norms)
+    per_copy = _copy_size(model)
 
     def count(mask: Tensor, removed: Sequence[int] = ()) -> Saved:
         shorter = graph.without(graph.layers[i].name for i in removed)
         return saved_bytes(compact(model, shorter.select(mask)), graph, args, kwargs)
 
+    def without_copies(mask: Tensor, removed: Sequence[int] = ()) -> Saved:
+        found, costs = count(mask, removed), graph.costs.without(removed)
+
+        def copies(params: Polynomial) -> int:
+            return per_copy * ExpectedCost(costs, Polynomial(0, between_channels(params))).of_mask(mask)
+
+        if per_copy:
+            own: Saved = Counter(
+                {i: copies(one.params) for i, one in enumerate(graph.costs.layers) if i not in removed}
+            )
+            own[None] = copies(costs.params) - own.total()
+            found.subtract(own)
+        return found
+
     per_parameter = (2 + optimizer_states) * precisions.pop()
     everything = torch.ones(graph.num_units, dtype=torch.bool)
-    saved, layers = _coefficients(graph, count)
+    saved, layers = _coefficients(graph, without_copies)
     table = MemoryTable(
         structure=digest(graph.costs),
         batch=", ".join(str(tuple(value.shape)) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)),
         dense_bytes=count(everything).total() + per_parameter * int(Params(1.0).bind(graph.costs).dense),
         per_parameter=per_parameter,
+        per_copy=per_copy,
         saved=saved,
         layers=layers,
     )
-    for mask, removed in random_networks(graph, CHECKED, seed=0):
+    order = tuple(range(len(graph.layers)))
+    together = [(everything, removed) for removed in (*pairwise(order), order) if len(removed) > 1]
+    for mask, removed in (*random_networks(graph, CHECKED, seed=0), *together):
         costs = graph.costs.without(removed)
         counted = count(mask, removed).total() + per_parameter * int(Params(1.0).bind(costs).cost(mask))
         if Memory(1.0, table).bind(costs).cost(mask) != counted:
-            raise BudgetError(NOT_LINEAR)
+            names = [graph.layers[layer].name for layer in removed]
+            raise BudgetError(NOT_A_SUM.format(names=names) if names else NOT_LINEAR)
     return table
+
+
+def _copy_size(model: nn.Module) -> int:
+    """Bytes of an entry of a weight as autocast saves it, in addition to the parameter; 0 without autocast."""
+    kind, precision = device_of(model).type, next(model.parameters()).dtype
+    if precision != torch.float32 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return 0
+    return torch.get_autocast_dtype(kind).itemsize
 
 
 def _coefficients(graph: ChannelGraph, count: Count) -> tuple[SavedBytes, list[SavedBytes]]:
@@ -116,22 +158,13 @@ def _coefficients(graph: ChannelGraph, count: Count) -> tuple[SavedBytes, list[S
         """What the network saves less without a layer.
 
         Mostly that is what the layer saves itself. But its input may be saved by the layer only, or its output by the
-        next one: this difference is proportional to the channels of its input or output.
+        next one, or a part of it remains.
         """
-        own = linear(dense[layer], [one[layer] for one in narrow])
-        more = dense.total() - count(everything, (layer,)).total() - dense[layer]
-        for number in range(len(sizes)) if more else ():
-            if more % int(sizes[number]) == 0:
-                of_units = list(own.of_units)
-                of_units[number] += more // int(sizes[number])
-                lost = narrow[number].total() - count(one_left[number], (layer,)).total()
-                if lost == own.constant + sum(
-                    a * (1 if g == number else int(n)) for g, (a, n) in enumerate(zip(of_units, sizes, strict=True))
-                ):
-                    return SavedBytes(own.constant, of_units)
-        if more:
-            raise BudgetError(NOT_LINEAR)
-        return own
+        less = dense.total() - count(everything, (layer,)).total()
+        if less == dense[layer]:
+            return linear(less, [one[layer] for one in narrow])
+        pairs = zip(narrow, one_left, strict=True)
+        return linear(less, [one.total() - count(mask, (layer,)).total() for one, mask in pairs])
 
     saved = linear(dense.total(), [one.total() for one in narrow])
     return saved, [without(layer) for layer in range(len(graph.layers))]
@@ -140,26 +173,36 @@ def _coefficients(graph: ChannelGraph, count: Count) -> tuple[SavedBytes, list[S
 def saved_bytes(network: nn.Module, graph: ChannelGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saved:
     """Bytes that a forward in training mode saves for the backward, by removable layer."""
     network.train()
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
-    seen: dict[int, Tensor] = {}  # by address; they are kept, so that no address is used twice
-    found: Counter[int | None] = Counter()
+    counted = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
+    saved: list[tuple[weakref.ref[_Saved], int | None]] = []
     with _places(network, graph) as place:
 
-        def save(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own and storage.data_ptr() not in seen:
-                seen[storage.data_ptr()] = tensor
-                found[place[-1]] += storage.nbytes()
-            return tensor
+        def save(tensor: Tensor) -> _Saved:
+            one = _Saved(tensor.detach())  # an operation that holds its own result would never be gone
+            saved.append((weakref.ref(one), place[-1]))
+            return one
 
         with (
-            torch.random.fork_rng(devices=cuda_devices(network)),
+            seeded(network),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(save, lambda one: one.tensor),
         ):
             output = network(*args, **kwargs)
+    found: Saved = Counter()
+    for reference, layer in saved:
+        one = reference()  # None where the output does not depend on it: its operation is gone
+        if one is not None and (address := one.tensor.untyped_storage().data_ptr()) not in counted:
+            counted.add(address)
+            found[layer] += one.tensor.untyped_storage().nbytes()
     del output
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """A tensor that an operation holds for its backward."""
+
+    tensor: Tensor
 
 
 @contextmanager
