@@ -6,7 +6,7 @@ sum is the stream.
 
 All modules that compute something from the stream for this branch alone belong to it (`norm`). If there are others with
 weights, or the forward around them treats their results in a way that depends on a shape, the branch cannot go: they
-would be computed in vain.
+would be computed although nothing reads them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Branch:
             return None
         while found := self._for_it_alone(stream):
             self.gone.append(found)
-        self._check_vain()
+        self._check_unread()
         self._check_memory()
         self._check_outside()
         return [call for call in self.flow.calls if call in self.gone]
@@ -186,20 +186,20 @@ class _Branch:
                     found.extend(one for one in self.flow.operations[number].reads if one not in found)
         return found
 
-    def _check_vain(self) -> None:
+    def _check_unread(self) -> None:
         """Refuse a branch if weights remain whose products nothing reads without it."""
-        operations, vain = self.flow.operations, set[int]()
+        operations, unread = self.flow.operations, set[int]()
 
         def idle(number: int, serial: int) -> bool:
             no_operation = operations[number].name == "size"
-            return no_operation or number in vain or (number, serial) in self.after or self._ours(number)
+            return no_operation or number in unread or (number, serial) in self.after or self._ours(number)
 
         left = self._inputs(self.gone)
         while left:
             serial = left.pop()
             for number in reversed(self.flow.producers.get(serial, ())):
                 operation = operations[number]
-                if number in vain or self._ours(number):
+                if number in unread or self._ours(number):
                     continue
                 readers = {one: self.flow.readers.get(one, ()) for one in operation.results}
                 if all(idle(n, one) for one, numbers in readers.items() for n in numbers if n != number):
@@ -208,7 +208,7 @@ class _Branch:
                             "the forward around it computes what it reads from the results of other layers; "
                             "put the branch into one module"
                         )
-                    vain.add(number)
+                    unread.add(number)
                     left.extend(operation.reads)
 
     def _check_outside(self) -> None:
