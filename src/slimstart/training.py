@@ -606,6 +606,9 @@ class SparseTraining(Stepping):
                 from_losses = self._structure.gradients is None
                 saved = training_state.checked(state, self._networks, self._optimizers, trial.num_masks, from_losses)
                 trial.load_state_dict(saved.policy)
+                own = {self._networks.dense_graph.layers[i].name for i in removed_layers(trial)}
+                if own != set(saved.removed):
+                    raise CheckpointError("the state dict's network and its policy are without different layers")
                 return saved, training_state.prepare(saved, self._networks, self._optimizers)
             except CheckpointError:
                 raise
