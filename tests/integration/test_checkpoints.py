@@ -587,7 +587,7 @@ def test_refused_state_dicts_change_nothing(options: dict[str, Any], differences
 @pytest.mark.parametrize("options", MUTATED, ids=lambda options: " ".join(map(str, options.values())))
 def test_all_refused_state_dicts_change_nothing(options: dict[str, Any], differences: Any) -> None:
     num_refused, num_harmless = all_are_refused_or_harmless(options, every=1, differences=differences)
-    assert num_refused >= 1400
+    assert num_refused >= 1390  # one layer is gone, so its parameters have no optimizer state
     assert num_harmless < num_refused / 10
 
 
