@@ -668,3 +668,13 @@ def test_a_snapshot_with_ports_is_saved_and_loaded(tmp_path: Path) -> None:
     slimstart.save(small, tmp_path / "small")
     x = torch.randn(4, 16)
     assert torch.equal(slimstart.load(tmp_path / "small", PostNorm)(x), model(x))
+
+
+def test_equal_networks_have_equal_files(tmp_path):
+    model, images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), torch.zeros(2, 3, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    network, contents = SparseTraining(model, optimizer, images, Flops(0.5)).finish(), set()
+    for number in range(20):
+        slimstart.save(network, tmp_path / f"network{number}.safetensors")
+        contents.add((tmp_path / f"network{number}.safetensors").read_bytes())
+    assert len(contents) == 1

@@ -74,7 +74,17 @@ def save(network: nn.Module, path: str | os.PathLike[str]) -> None:
     }
     structure["sha256"] = _digest(structure, tensors)
     metadata = {"format": "pt", _KEY: json.dumps(structure)}  # Accelerate reads no metadata without this "format"
-    atomic.write(_named(path), to_bytes(tensors, metadata))
+    atomic.write(_named(path), _ordered(to_bytes(tensors, metadata)))
+
+
+def _ordered(content: bytes) -> bytes:
+    """A file with its metadata in order, so that equal networks have equal files: safetensors has a random one."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, memoryview(content)[8 + size :]])
 
 
 def _digest(structure: dict[str, Any], tensors: dict[str, Tensor]) -> str:
