@@ -29,7 +29,7 @@ PARTS = 8
 LAYERS = random.Random(0).choices([(), (0,), (1,), (0, 1)], k=4 * CHANGES + 100)
 ENDLESS = 10**9  # rounds, so that the rate of `EqualWorth` does not fall
 POLICIES: dict[str, Callable[[], Any]] = {
-    "equal_worth": lambda: EqualWorth(resample_every=1, rounds=ENDLESS, align=1, pull=0.0),
+    "equal_worth": lambda: EqualWorth(resample_every=1, rounds=ENDLESS, align=1, pull=0.0, depth=0),
     "layers": lambda: Rounds(*LAYERS, window=1),
     "paper": lambda: Paper(resample_every=1, seed=3),
     "paper, padded": lambda: Paper(resample_every=1, seed=3, align=4),
